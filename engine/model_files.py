@@ -1,14 +1,11 @@
 """
-The files of a model: a folder, or a repository on the Hugging Face hub. Mistakes are found before anything is
-loaded, and are reported in one line.
+The files of a model: a folder, or a repository on the Hugging Face hub. What a library raises is one line.
 """
 
 import json
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
-from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
-from huggingface_hub.errors import EntryNotFoundError
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -16,29 +13,14 @@ from transformers import (
 
 from engine.errors import in_one_line
 
-TOKENIZER = "tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json"
-
-
-def check_model_path(path: str) -> None:
-    """Raise ValueError, one line, if a path is not the folder or the hub id of a model, or of its adapter.
-
-    The hub is asked once, where transformers would try again for half a minute if there is no network.
-    """
-    base = adapter_settings(path).get("base_model_name_or_path", path)
-    if Path(path).is_dir() and not any(Path(path, name).exists() for name in TOKENIZER):
-        raise ValueError(f"--model_path={path}: it has no {' or '.join(TOKENIZER)}")
-    with loading_errors(path, f"no such folder as {base}; from the hub"), suppress(EntryNotFoundError):
-        if not Path(base).is_dir() and not isinstance(try_to_load_from_cache(base, "config.json"), str):
-            get_hf_file_metadata(hf_hub_url(base, "config.json"))      # EntryNotFoundError: an adapter
-
-
 @contextmanager
-def loading_errors(path: str, problem: str):
+def loading_errors(path: str):
     """Raise ValueError, one line with the path, for whatever a library raises. Our messages begin with --."""
     try:
         yield
     except Exception as error:
         known = isinstance(error, ValueError) and str(error).startswith("--")
+        problem = "cannot be loaded" if Path(path).is_dir() else "no such folder; from the hub"
         line = str(error) if known else f"--model_path={path}: {problem}: {in_one_line(error)}"
         raise ValueError(line) from error
 

@@ -16,7 +16,7 @@ from transformers.utils import logging
 import model as core
 from engine.adapters import AdapterReference, add_adapter, has_adapter, save_adapter, trainable_parameters
 from engine.devices import is_main
-from engine.model_files import adapter_settings, auto_class, check_model_path, loading_errors
+from engine.model_files import adapter_settings, auto_class, loading_errors
 from engine.precision import precision_of, round_frozen_weights, with_precision
 from engine.sharding import full_tensor, loading_shards, reshard, set_tensor, shard, shard_weights
 from engine.text_model import freeze_towers
@@ -26,10 +26,7 @@ logging.disable_progress_bar()                            # a run has one of its
 
 def load_any_tokenizer(config):
     """Load the tokenizer of config.model_path, or the built-in one. Raises ValueError, one line."""
-    if not config.model_path:
-        return core.byte_tokenizer()
-    with loading_errors(config.model_path, "no tokenizer"):
-        check_model_path(config.model_path)
+    with loading_errors(config.model_path):
         return core.load_tokenizer(config)
 
 
@@ -44,9 +41,7 @@ def load_any_policy(config, *, trainable: bool = True):
     trainable  False freezes everything, for inference
     raises     ValueError in one line if there is no such model
     """
-    with loading_errors(config.model_path, "cannot be loaded"):
-        if config.model_path:
-            check_model_path(config.model_path)
+    with loading_errors(config.model_path):
         adapter = adapter_settings(config.model_path)
         if adapter and config.lora_rank not in (0, adapter["r"]):
             found = f"the adapter in {config.model_path} has {adapter['r']}"

@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import ARCHITECTURES, PROMPTS, comparable, ctrl_c_after, run_folder, with_noise
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 import infer
 import train
@@ -20,7 +20,7 @@ from runs.folder import read_jsonl
 IDS = torch.tensor([[5, 9, 40, 41, 17, 200]])
 
 
-@pytest.fixture(params=ARCHITECTURES)
+@pytest.fixture(params=["gemma3", "gpt2"])                # gpt2 has other linear layers
 def saved(request, tmp_path, tokenizer):
     """Return the folder of a base model."""
     torch.manual_seed(0)
@@ -85,28 +85,30 @@ def test_peft_loads_and_merges_what_is_saved_and_so_do_we(saved, tmp_path):
     assert (merged.eval()(IDS).logits - expected).abs().max() < 1e-4
 
 
-def test_the_reference_is_the_adapter_as_it_was(saved, settings):
+def test_the_reference_is_the_adapter_as_it_was(saved, tmp_path, settings):
+    """An adapter that was trained before: a reference without it would be another model."""
     model, tokenizer = load(saved, lora_rank=4)
-    base, _ = load(saved)
+    save_any_policy(with_noise(model), tokenizer, tmp_path / "adapter")
+    (model, _), (as_loaded, _) = load(tmp_path / "adapter"), load(tmp_path / "adapter")
     engine = make_engine("shared", model, tokenizer)
     rollout = engine.sample(PROMPTS, settings, seed=0)
     log_probs = partial(engine.log_probs, rollout, None, settings.distribution)
     reference = make_reference(model)
     assert isinstance(reference, AdapterReference)
-    with_noise(model)
+    with_noise(model)                                     # training goes on
     with torch.no_grad():
-        bare, policy, kept = (log_probs(model=each).logp for each in (base, model, reference))
-        assert torch.allclose(kept, bare, atol=1e-6) and (policy - bare).abs().max() > 0.01
+        before, policy, kept = (log_probs(model=each).logp for each in (as_loaded, model, reference))
+        assert torch.allclose(kept, before, atol=1e-6) and (policy - before).abs().max() > 0.01
         assert torch.equal(log_probs().logp, policy)
     exact = log_probs(reference=reference).kl
-    assert torch.allclose(exact, log_probs(reference=base).kl, atol=1e-5)
+    assert torch.allclose(exact, log_probs(reference=as_loaded).kl, atol=1e-5)
     exact.sum().backward()                                # the reference's forward pass left the graph intact
     blend_reference(reference, model, 0.0)
     assert all(torch.equal(kept, p) for kept, p in zip(reference.kept, trainable_parameters(model), strict=True))
 
 
 @pytest.mark.slow
-def test_a_run_with_an_adapter_resumes_is_evaluated_and_merged(tmp_path, capsys):
+def test_a_run_with_an_adapter_resumes_and_is_evaluated(tmp_path, capsys):
     flags = (
         "--use_grpo --max_steps 4 --cold_start_steps 2 --lora_rank 4 --save_steps 1 --use_kl_penalty true "
         "--kl_estimator exact"
@@ -123,12 +125,7 @@ def test_a_run_with_an_adapter_resumes_is_evaluated_and_merged(tmp_path, capsys)
     capsys.readouterr()
     evaluation = "--evaluate arithmetic --limit 8 --generation_max_length 8".split()
     infer.main(["--model_path", str(final), *evaluation])
-    evaluated = capsys.readouterr().out
-    infer.main(["--model_path", str(final), "--merge_into", str(tmp_path / "merged")])
-    assert capsys.readouterr().out == f"{tmp_path}/merged: {final} with its adapter added to its weights\n"
-    infer.main(["--model_path", str(tmp_path / "merged"), *evaluation])
-    assert capsys.readouterr().out == evaluated and evaluated.startswith("accuracy")
-    assert AutoTokenizer.from_pretrained(tmp_path / "merged").eos_token_id == 1
+    assert capsys.readouterr().out.startswith("accuracy")
 
 
 def test_an_adapter_keeps_its_rank_and_needs_its_base(tmp_path, tokenizer):
@@ -139,7 +136,7 @@ def test_an_adapter_keeps_its_rank_and_needs_its_base(tmp_path, tokenizer):
     with pytest.raises(ValueError, match=r"--lora_rank=8: the adapter in .* has 4"):
         load_any_policy(ModelConfig(str(tmp_path / "adapter"), lora_rank=8))
     (tmp_path / "base").rename(tmp_path / "elsewhere")
-    with pytest.raises(ValueError, match=r"adapter: no such folder as .*base; from the hub"):
+    with pytest.raises(ValueError, match=r"^--model_path=\S*/adapter: cannot be loaded: .*/base'"):
         load_any_policy(ModelConfig(str(tmp_path / "adapter")))
 
 
@@ -164,15 +161,3 @@ def test_an_adapter_of_peft_is_loaded_without_its_dropout_or_refused_in_one_line
     ours, _ = load(tmp_path / "adapter")
     assert not any(module.training for module in ours.modules())
     torch.testing.assert_close(ours(IDS).logits, theirs(IDS).logits)
-
-
-@torch.no_grad()
-def test_the_reference_of_an_adapter_that_was_trained_before_is_the_policy_as_it_was_loaded(saved, tmp_path):
-    model, tokenizer = load(saved, lora_rank=4)
-    save_any_policy(with_noise(model), tokenizer, tmp_path / "adapter")
-    model, _ = load(tmp_path / "adapter")
-    base, _ = load(saved)
-    expected, reference = model.base_model(IDS)[0].clone(), make_reference(model)
-    with_noise(model)                                     # training goes on
-    assert torch.equal(reference.base_model(input_ids=IDS)[0], expected)
-    assert (expected - base.base_model(IDS)[0]).abs().max() > 0.01

@@ -2,9 +2,13 @@
 
 import copy
 import json
+import os
 import pickle
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -176,6 +180,8 @@ FOREIGN = {
         f / "model.safetensors", metadata={"format": "pt"}),
     "adapter without rank": lambda f: (f / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(f)})),
     "tokenizer": lambda f: (f / "tokenizer.json").write_text("{}"),
+    "no tokenizer": lambda f: [file.unlink() for file in f.glob("tokenizer*")],          # transformers makes an empty one
+    "no folder": shutil.rmtree,
 }
 
 
@@ -201,3 +207,16 @@ def test_weights_of_a_tower_that_text_does_not_pass_may_be_missing(tmp_path, tok
     save_file(dict(list(kept.items())[1:]), tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match="its files lack 1 weights of the model, such as "):
         load_any_policy(ModelConfig(str(tmp_path)))
+
+
+@pytest.mark.slow
+def test_a_hub_id_is_loaded_from_the_cache_of_the_hub(tmp_path, tokenizer):
+    """In a process of its own: where the cache is, is read when huggingface_hub is imported."""
+    snapshot = tmp_path / "models--own--model/snapshots" / ("a" * 40)
+    save_any_policy(ARCHITECTURES["gpt2"](), tokenizer, snapshot)
+    (tmp_path / "models--own--model/refs").mkdir()
+    (tmp_path / "models--own--model/refs/main").write_text("a" * 40)
+    words = [sys.executable, "infer.py", *"--question 1+1=? --generation_max_length 4 --model_path own/model".split()]
+    environment = os.environ | {"HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(words, cwd=Path(__file__).parents[1], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
