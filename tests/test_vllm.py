@@ -150,7 +150,7 @@ def test_a_weight_that_is_not_sent_ends_the_run_in_the_first_step(tmp_path, monk
     whole = vllm_engine.checkpoint_weights
     monkeypatch.setattr(vllm_engine, "checkpoint_weights", lambda *args, **options: (
         pair for pair in whole(*args, **options) if pair[0] != left_out))
-    with pytest.raises(RunError, match="^first ratios must be 1, but differ from it by .* than the trainer; see docs/troubleshooting.md.$"):
+    with pytest.raises(RunError, match=r"^first ratios must be 1, but differ from it by .* than the trainer; see docs/troubleshooting\.md\.$"):
         train.train(parse_config([*RUN, "--output_dir", str(tmp_path / "run")]))
     assert [line["phase"] for line in read_jsonl(tmp_path / "run/metrics.jsonl")] == ["eval"]
 
