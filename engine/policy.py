@@ -93,9 +93,7 @@ def auto_class(config):
 def adapter_settings(path: str) -> dict:
     """Return adapter_config.json of a folder that holds an adapter; {} for any other."""
     file = Path(path) / "adapter_config.json"
-    if not path or not file.exists():
-        return {}
-    return json.loads(file.read_text())
+    return json.loads(file.read_text()) if path and file.exists() else {}
 
 
 def move(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:

@@ -143,8 +143,6 @@ def test_an_adapter_keeps_its_rank_and_needs_its_base(tmp_path, tokenizer):
 @pytest.mark.parametrize("options,refused", [
     (dict(target_modules=["q_proj"], lora_dropout=0.5), ""),
     (dict(target_modules=["q_proj"], modules_to_save=["lm_head"]), "modules_to_save"),
-    (dict(target_modules=["q_proj"], trainable_token_indices=[1, 2]), "trainable_token_indices"),
-    (dict(target_modules=["q_proj", "embed_tokens"]), "the embedding"),
     (dict(target_modules=["q_proj", "lm_head"]), "the head"),
 ])
 def test_an_adapter_of_peft_is_loaded_without_its_dropout_or_refused_in_one_line(tmp_path, tokenizer, options, refused):

@@ -1,4 +1,4 @@
-"""Loading policies: six architectures from disk and the built-in one; saving; rejecting folders without a model."""
+"""Loading policies from disk, from the hub, and the built-in one; saving; rejecting folders without a model; 16 bits."""
 
 import copy
 import json
@@ -7,7 +7,6 @@ import pickle
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,40 +15,23 @@ from conftest import ARCHITECTURES, PROMPTS, WITH_TOWERS
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from runs.startup_check import check_setup, choose_engine
 from config import ModelConfig
 from engine import make_engine
-from engine.ranks import Ranks
 from engine.text_model import text_model
 from engine.recomputation import recompute_activations
 from engine.policy import make_reference, load_any_policy, move, moved_to, save_any_policy, blend_reference
 from engine.precision import round_frozen_weights, with_precision
-from rewards import correctness
-
-EXAMPLES = [
-    {"prompt": "47+85=?", "answer": "132", "completion": "<reasoning>7+5=12</reasoning><answer>132</answer>"},
-    {"prompt": "1+1=?", "answer": "2"},
-]
 
 
-def test_every_architecture_comes_back_from_disk_and_passes_the_check(architecture, tokenizer, settings, tmp_path):
-    name, model = architecture
+def test_a_model_comes_back_from_disk_in_evaluation_mode_and_pads_with_eos_if_it_has_no_pad_token(model, tokenizer, tmp_path):
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.pad_token = None
     save_any_policy(model, tokenizer, tmp_path)
     loaded, loaded_tokenizer = load_any_policy(ModelConfig(model_path=str(tmp_path)))
-    assert loaded.config._attn_implementation == ("eager" if name == "gemma2" else "sdpa")
-    ids = torch.tensor([loaded_tokenizer("47+85=?").input_ids])
-    assert torch.equal(ids, torch.tensor([tokenizer("47+85=?").input_ids]))
-    assert loaded_tokenizer.pad_token_id == tokenizer.eos_token_id
+    ids = torch.tensor([tokenizer("47+85=?").input_ids])
+    assert [loaded_tokenizer("47+85=?").input_ids] == ids.tolist() and loaded_tokenizer.pad_token_id == tokenizer.eos_token_id
     torch.testing.assert_close(loaded(ids).logits, model(ids).logits, atol=1e-5, rtol=1e-5)
     assert not loaded.training and next(loaded.parameters()).dtype == torch.float32
-    config = replace(settings, reward_functions=["correctness"])
-    plain, prompts = make_engine("plain", loaded, loaded_tokenizer), [example["prompt"] for example in EXAMPLES]
-    engine, packing = choose_engine(plain, Ranks(), prompts, config)
-    findings = {f.name: f for f in [*check_setup(engine, EXAMPLES, config, [correctness]), packing]}
-    assert all(finding.ok is not False for finding in findings.values()), findings
-    assert findings["packing"].ok and findings["sampler"].ok and findings["head"].ok
 
 
 def test_a_head_of_its_own_in_the_files_of_a_config_that_ties_it_is_kept_as_transformers_keeps_it(tokenizer, tmp_path):
@@ -98,8 +80,7 @@ def test_a_model_is_moved_and_moved_back_also_after_an_exception():
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
-def test_layers_in_half_with_weights_and_numbers_in_float32(architecture, tokenizer, settings, precision):
-    _, model = architecture
+def test_layers_in_half_with_weights_and_numbers_in_float32(model, tokenizer, settings, precision):
     engine = make_engine("shared", model, tokenizer)
     rollout = engine.sample(PROMPTS, settings, seed=0)
     exact = engine.log_probs(rollout, None, settings.distribution).logp.detach()
@@ -133,8 +114,7 @@ def test_frozen_weights_that_autocast_leaves_stay_as_they_are(precision, kept):
     assert model.model.layers[0].mlp.up_proj.weight.dtype == getattr(torch, precision)
 
 
-def test_a_reference_in_half_has_the_log_probabilities_of_the_policy(architecture, tokenizer, settings):
-    _, model = architecture
+def test_a_reference_in_half_has_the_log_probabilities_of_the_policy(model, tokenizer, settings):
     engine = make_engine("shared", with_precision(model, "bfloat16"), tokenizer)
     rollout = engine.sample(PROMPTS, settings, seed=0)
     reference, exact = make_reference(model), make_reference(model, exact=True)
@@ -148,9 +128,8 @@ def test_a_reference_in_half_has_the_log_probabilities_of_the_policy(architectur
     assert all(torch.equal(p.to(kept.dtype), kept) for p, kept in zip(model.parameters(), reference.parameters(), strict=True))
 
 
-def test_a_frozen_copy_of_a_wrapped_model_is_its_own(architecture, tokenizer, settings):
+def test_a_frozen_copy_of_a_wrapped_model_is_its_own(model, tokenizer, settings):
     """Precision and recomputation wrap methods of the model; the copy's must be bound to the copy."""
-    _, model = architecture
     engine = make_engine("shared", model, tokenizer)
     rollout = engine.sample(PROMPTS, settings, seed=0)
     recompute_activations(with_precision(model, "bfloat16"))
