@@ -36,8 +36,9 @@ def with_precision(model: PreTrainedModel, precision: str) -> PreTrainedModel:
 def round_frozen_weights(model: PreTrainedModel) -> PreTrainedModel:
     """Store the frozen matrices of the layers in the precision of the layers. Returns the model.
 
-    They would be converted in every pass, so results stay the same bit for bit. Embeddings and head stay
-    in float32, and what autocast leaves: matrices that are no factors, and in float16 a mixture's experts.
+    They would be converted in every pass, so results stay the same bit for bit; only a mixture's experts are
+    in float32 while they are trained. Embeddings and head stay in float32, and what autocast leaves: matrices
+    that are no factors, and in float16 experts.
     """
     head, dtype = model.get_output_embeddings().weight, getattr(torch, precision_of(model))
     for module in text_model(model).modules():
