@@ -128,6 +128,10 @@ def test_a_run_with_an_adapter_resumes_and_is_evaluated(tmp_path, capsys):
     assert capsys.readouterr().out.startswith("accuracy")
 
 
+def test_a_check_with_a_new_adapter_of_the_built_in_model_writes_nothing(tmp_path):
+    assert not run_folder(tmp_path / "run", "--use_grpo", "--lora_rank", "4", "--check").exists()
+
+
 def test_an_adapter_keeps_its_rank_and_needs_its_base(tmp_path, tokenizer):
     torch.manual_seed(0)
     save_any_policy(ARCHITECTURES["llama"]().eval(), tokenizer, tmp_path / "base")
