@@ -157,12 +157,12 @@ def test_a_weight_that_is_not_sent_ends_the_run_in_the_first_step(tmp_path, monk
 
 def test_a_base_model_that_is_sampled_although_an_adapter_trains_ends_the_run(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(vllm_engine, "adapted_weights", lambda model: {})
-    flags = ["--lora_rank", "4", "--cold_start_steps", "4", "--cold_start_learning_rate", "1e-2", "--output_dir", str(tmp_path / "run")]
+    flags = ["--lora_rank", "4", "--cold_start_steps", "2", "--cold_start_learning_rate", "1e-2", "--output_dir", str(tmp_path / "run")]
     with pytest.raises(RunError, match="first ratios must be 1, but differ from it by"):
         train.train(parse_config([*RUN, *flags]))
     printed = " ".join(capsys.readouterr().out.split())
     assert "saved to" in printed and "--resume" in printed
-    assert [line["phase"] for line in read_jsonl(tmp_path / "run/metrics.jsonl")] == ["eval", *4 * ["cold_start"]]
+    assert [line["phase"] for line in read_jsonl(tmp_path / "run/metrics.jsonl")] == ["eval", "cold_start", "cold_start", "eval"]
 
 
 def run_train(*flags, processes: int = 1, **environment):
