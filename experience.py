@@ -168,8 +168,6 @@ def compute_experience(
         before = log_probs_of_rollout(engine, ranks, rollout, config.distribution, value_head=value_head)
         trainer_logp, values = before.logp, before.values
         metrics = compare_with_sampler(trainer_logp, rollout)
-        if engine.same_arithmetic:                        # the others are for an engine that only samples
-            metrics = {"sampler_deviation": metrics["sampler_deviation"]}
     old_logp, weights = rollout.sampling_logp, None
     if cap:
         old_logp = trainer_logp
@@ -209,15 +207,10 @@ def penalty_advantages(penalty: Tensor, mask: Tensor, shape: torch.Size) -> Tens
 def compare_with_sampler(logp: Tensor, rollout: Rollout) -> dict[str, float]:
     """Compare the trainer's log-probabilities (B, T) with those of sampling, over all sampled tokens.
 
-    returns  with ratio = exp(logp - sampling_logp): sampler_deviation, the mean of |ratio - 1|; engine_ratio,
-             the mean ratio; engine_deviation, the largest difference of a log-probability in nats
+    returns  sampler_deviation, the mean of |ratio - 1| with ratio = exp(logp - sampling_logp)
     """
-    differences = (logp - rollout.sampling_logp)[rollout.completion_mask]
-    ratio = differences.clamp(-20, 20).exp()
-    return {
-        "sampler_deviation": float((ratio - 1).abs().mean()), "engine_ratio": float(ratio.mean()),
-        "engine_deviation": float(differences.abs().max()),
-    }
+    ratio = (logp - rollout.sampling_logp)[rollout.completion_mask].clamp(-20, 20).exp()
+    return {"sampler_deviation": float((ratio - 1).abs().mean())}
 
 
 def demonstrations_as_experience(examples: list[dict], rollout: Rollout) -> Experience:

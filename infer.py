@@ -14,7 +14,7 @@ from pathlib import Path
 
 from runs.command_line import exit_on_mistake, section_of  # first, see runs/__init__.py
 
-from analysis.chat import ChatModel, answer_questions, chat, merge_adapter, run_evaluation
+from analysis.chat import ChatModel, answer_questions, chat, run_evaluation
 from analysis.infer_flags import parse_arguments, sampling_config
 from analysis.report import compare_runs, write_report
 from config import ModelConfig
@@ -34,9 +34,6 @@ def main(argv: list[str]) -> None:
     for path in filter(None, (args.answers, args.json)):
         open(path, "a").close()                           # raises OSError now, not after all samples
     model_config = section_of(args, ModelConfig)
-    if args.merge_into:
-        merge_adapter(model_config, args.merge_into)
-        return
     if not args.model_path:
         print("no --model_path: this is the built-in model with random weights, untrained", file=sys.stderr)
     keep_freed_memory()                                   # to use it again, as glibc alone would not

@@ -20,16 +20,15 @@ from analysis.infer_flags import sampling_config
 from config import DataConfig, GRPOConfig, ModelConfig
 from data import as_text, encode_prompt
 from engine import make_engine
-from engine.adapters import adapted_weights, has_adapter, merged_copy
 from engine.devices import best_device
-from engine.errors import RunError, first_line
+from engine.errors import RunError
 from engine.plain import Engine
 from engine.precision import resolve_precision
 from engine.ranks import Ranks
 from environments import closing_environments
 from environments.instances import tools_of
 from environments.loading import load_environment, refuse_missing_columns
-from engine.policy import check_context_length, load_any_policy, move, save_any_policy
+from engine.policy import check_context_length, load_any_policy, move
 from environments.messages import encode_turns, with_known_role
 from rewards import correctness, is_missing
 from reward_functions.loading import load_reward_function, refuse_equal_names, require_columns
@@ -215,19 +214,3 @@ def load_dataset(args, source: str, limit: int | None) -> list[dict]:
     columns = section_of(args, DataConfig).columns
     examples = load_examples(source, args.split, limit=limit, columns=columns)
     return [instructed(example, args.instruction) for example in examples]
-
-
-def merge_adapter(model_config: ModelConfig, folder: str) -> None:
-    """Write a model to a folder with its adapter added to its weights."""
-    model, tokenizer = load_any_policy(replace(model_config, precision="float32"))
-    if not has_adapter(model):
-        name = model_config.model_path or "the built-in model"
-        raise ValueError(f"--merge_into={folder}: {name} has no adapter")
-    refuse_wrong_sampler(make_engine("plain", model, tokenizer))                 # an adapter of the head
-    try:
-        for layer in adapted_weights(model).values():     # by peft: that of DoRA is more than a product
-            layer.merge(adapter_names=["default"])
-    except (RuntimeError, ValueError) as error:
-        raise ValueError(f"--model_path={model_config.model_path}: {first_line(error)}") from None
-    save_any_policy(merged_copy(model), tokenizer, folder)
-    print(f"{folder}: {model_config.model_path} with its adapter added to its weights")

@@ -1,6 +1,6 @@
 """
-LoRA adapters (peft): adding one to a model, the parameters that are trained, the reference of an adapter,
-merging it into the weights. All by peft, as transformers from 5.24 on asks for a newer one than there is.
+LoRA adapters (peft): adding one to a model, the parameters that are trained, the reference of an adapter. All
+by peft, as transformers from 5.24 on asks for a newer one than there is.
 """
 
 from collections.abc import Iterator
@@ -9,8 +9,6 @@ import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from engine.model_files import auto_class
-from engine.sharding import gathered_weights
 from engine.text_model import linear_layers
 
 
@@ -104,20 +102,3 @@ def copy_into(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
 def adapted_weights(model: PreTrainedModel) -> dict[str, torch.nn.Module]:
     """Return the LoRA layers by the names of the weights to which they are added."""
     return {f"{name}.weight": layer for name, layer in model.named_modules() if hasattr(layer, "lora_A")}
-
-
-def merged_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a new float32 model with the adapter added to the weights, where that is not done yet."""
-    with torch.device("meta"):
-        merged = auto_class(model.config).from_config(model.config)
-    with torch.no_grad(), gathered_weights(model):
-        tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
-        found = {name.replace(".base_layer", ""): tensor for name, tensor in tensors.items()}
-        weights = {name: found[name].to("cpu", torch.float32, copy=True) for name in merged.state_dict()}
-        for name, layer in adapted_weights(model).items():
-            if not layer.merged:
-                weights[name] += layer.get_delta_weight("default").cpu()
-    merged.load_state_dict(weights, assign=True)
-    merged.tie_weights()
-    merged.generation_config = model.generation_config
-    return merged

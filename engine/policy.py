@@ -6,17 +6,21 @@ Parts of a model that text does not pass through are frozen. Left out on purpose
 on images or sound.
 """
 
+import json
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig, AutoModelForCausalLM,
+    AutoModelForImageTextToText, PreTrainedModel,
+)
 from transformers.utils import logging
 
 import model as core
 from engine.adapters import AdapterReference, add_adapter, has_adapter, save_adapter, trainable_parameters
 from engine.devices import is_main
-from engine.model_files import adapter_settings, auto_class, check_model_path, loading_errors
+from engine.errors import in_one_line
 from engine.precision import precision_of, round_frozen_weights, with_precision
 from engine.sharding import full_tensor, loading_shards, reshard, set_tensor, shard, shard_weights
 from engine.text_model import freeze_towers
@@ -26,10 +30,7 @@ logging.disable_progress_bar()                            # a run has one of its
 
 def load_any_tokenizer(config):
     """Load the tokenizer of config.model_path, or the built-in one. Raises ValueError, one line."""
-    if not config.model_path:
-        return core.byte_tokenizer()
-    with loading_errors(config.model_path, "no tokenizer"):
-        check_model_path(config.model_path)
+    with loading_errors(config.model_path):
         return core.load_tokenizer(config)
 
 
@@ -44,9 +45,7 @@ def load_any_policy(config, *, trainable: bool = True):
     trainable  False freezes everything, for inference
     raises     ValueError in one line if there is no such model
     """
-    with loading_errors(config.model_path, "cannot be loaded"):
-        if config.model_path:
-            check_model_path(config.model_path)
+    with loading_errors(config.model_path):
         adapter = adapter_settings(config.model_path)
         if adapter and config.lora_rank not in (0, adapter["r"]):
             found = f"the adapter in {config.model_path} has {adapter['r']}"
@@ -70,6 +69,31 @@ def load_text_weights(config) -> tuple[PreTrainedModel, set[str]]:
         policy, missing = core.load_weights(config, path, cls)
     freeze_towers(policy)
     return policy, missing
+
+
+@contextmanager
+def loading_errors(path: str):
+    """Raise ValueError, one line with the path, for whatever a library raises. Our messages begin with --."""
+    try:
+        yield
+    except Exception as error:
+        known = isinstance(error, ValueError) and str(error).startswith("--")
+        problem = "cannot be loaded" if Path(path).is_dir() else "no such folder; from the hub"
+        line = str(error) if known else f"--model_path={path}: {problem}: {in_one_line(error)}"
+        raise ValueError(line) from error
+
+
+def auto_class(config):
+    """Return the class of transformers that loads a configuration's model. Mistral 3 has none for text."""
+    kind = type(config)
+    with_images = kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and kind not in MODEL_FOR_CAUSAL_LM_MAPPING
+    return AutoModelForImageTextToText if with_images else AutoModelForCausalLM
+
+
+def adapter_settings(path: str) -> dict:
+    """Return adapter_config.json of a folder that holds an adapter; {} for any other."""
+    file = Path(path) / "adapter_config.json"
+    return json.loads(file.read_text()) if path and file.exists() else {}
 
 
 def move(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:

@@ -9,7 +9,6 @@ from functools import partial
 
 import torch
 from transformers import PreTrainedModel
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from engine.text_model import text_model
 
@@ -31,35 +30,15 @@ def with_precision(model: PreTrainedModel, precision: str) -> PreTrainedModel:
         forward = model.base_model.forward
         model.base_model.forward = partial(under_autocast, getattr(torch, precision), forward)
         round_frozen_weights(model)
-        if precision == "bfloat16" and model.config.get_text_config()._experts_implementation == "grouped_mm":
-            model.set_experts_implementation("grouped_mm_rounded")
     return model
-
-
-class RoundedExperts:
-    """A mixture's experts, seen with their weights in bfloat16, as autocast sees those of linear layers."""
-
-    def __init__(self, experts: torch.nn.Module):
-        self.experts = experts
-
-    def __getattr__(self, name: str):
-        value = getattr(self.experts, name)
-        return value.bfloat16() if isinstance(value, torch.nn.Parameter) else value
-
-    @classmethod
-    def forward(cls, experts: torch.nn.Module, *args) -> torch.Tensor:
-        """Run the experts together: in float32 a GPU takes them one by one, and lets the host wait."""
-        return ALL_EXPERTS_FUNCTIONS["grouped_mm"](cls(experts), *args)
-
-
-ALL_EXPERTS_FUNCTIONS.register("grouped_mm_rounded", RoundedExperts.forward)
 
 
 def round_frozen_weights(model: PreTrainedModel) -> PreTrainedModel:
     """Store the frozen matrices of the layers in the precision of the layers. Returns the model.
 
-    They would be converted in every pass, so results stay the same bit for bit. Embeddings and head stay
-    in float32, and what autocast leaves: matrices that are no factors, and in float16 a mixture's experts.
+    They would be converted in every pass, so results stay the same bit for bit; only a mixture's experts are
+    in float32 while they are trained. Embeddings and head stay in float32, and what autocast leaves: matrices
+    that are no factors, and in float16 experts.
     """
     head, dtype = model.get_output_embeddings().weight, getattr(torch, precision_of(model))
     for module in text_model(model).modules():

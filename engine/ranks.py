@@ -80,17 +80,12 @@ class Ranks:
         return total if isinstance(count, Tensor) else total.item()
 
     def agree(self, values: dict[str, object]) -> None:
-        """Raise RunError, on all ranks, if a value differs between ranks that have one of this name.
-
-        Floats may differ by rounding.
-        """
-        seen: dict[str, tuple[int, object]] = {}
-        for rank, its_values in enumerate(all_gather_object(values)):
+        """Raise RunError, on all ranks, if a value differs between them."""
+        first, *others = all_gather_object(values)
+        for rank, its_values in enumerate(others, start=1):
             for name, value in its_values.items():
-                first, expected = seen.setdefault(name, (rank, value))
-                rounding = 1e-3 + 1e-4 * abs(expected) if isinstance(expected, float) else 0
-                if abs(value - expected) > rounding if rounding else value != expected:
+                if value != first[name]:
                     raise RunError(
-                        f"{name} is {expected!s:.60} on rank {first} and {value!s:.60} on rank {rank}: start "
+                        f"{name} is {first[name]!s:.60} on rank 0 and {value!s:.60} on rank {rank}: start "
                         "all ranks with the same command, files and versions."
                     )

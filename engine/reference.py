@@ -47,8 +47,6 @@ def load_teacher(config: Config, policy: torch.nn.Module) -> torch.nn.Module:
         if len(module.weight) > rows:                     # resize_token_embeddings cannot cut a DTensor
             module.weight = torch.nn.Parameter(module.weight.detach()[:rows], requires_grad=False)
             module.padding_idx = None                     # of an embedding; one of these rows
-            if getattr(module, "bias", None) is not None:
-                module.bias = torch.nn.Parameter(module.bias.detach()[:rows], requires_grad=False)
     move(teacher, policy.device)                          # ties again what was tied
     shard(teacher, getattr(policy, "mesh", {}))
     return teacher

@@ -187,18 +187,6 @@ def sharded_like(tensor, parameter):
     return distribute_tensor(tensor, mesh, placements, src_data_rank=None).clone()
 
 
-def replicated_sums(name: str, module: torch.nn.Module) -> dict[str, float]:
-    """Return the sum of each parameter's shard here, under a name that replicas of the shard share."""
-    sums = {}
-    for parameter_name, parameter in module.named_parameters(prefix=name):
-        if isinstance(parameter, DTensor):
-            place = zip(parameter.device_mesh.get_coordinate(), parameter.placements, strict=True)
-            parameter_name += str([index for index, placement in place if not placement.is_replicate()])
-            parameter = parameter.to_local()
-        sums[parameter_name] = float(parameter.detach().sum(dtype=torch.float64))
-    return sums
-
-
 def sum_and_clip_gradient(parameters: list, max_norm: float) -> float:
     """Sum the gradient over all processes and clip it to a norm, in place; return its norm before.
 

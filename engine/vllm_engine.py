@@ -3,8 +3,8 @@ vLLM as the sampler of a run (--engine vllm). It runs in the process of the trai
 training passes are those of another engine.
 
 Token ids go in; token ids and the log-probabilities with which they were drawn come out. vLLM starts with
-random weights. Before it samples, the weights of the policy are sent to it, and it has to score a fixed
-sequence as the trainer does: weights that were not sent cannot stay unnoticed.
+random weights. Before it samples, the weights of the policy are sent to it. One that was not sent shows in
+the first ratios of a step, which end the run (Engine.require_ratios_of_1).
 
 Written against vLLM 0.32. Tested on a CPU in float32 with dense models (docs/scale.md); sleeping, which frees
 a GPU's memory while the policy is updated, is not, as it needs a GPU.
@@ -29,18 +29,14 @@ from transformers.core_model_loading import revert_weight_conversion
 from engine.adapters import adapted_weights
 from data import encode_prompt
 from engine.devices import num_processes
-from engine.errors import RunError
 from engine.plain import Engine
-from engine.precision import is_exact, precision_of
+from engine.precision import precision_of
 from engine.ranks import Ranks
 from engine.sampler import SamplingState
-from engine.sharding import forward_pass, reshard
-from logprobs import compute_logits, distribution_of
+from engine.sharding import reshard
+from logprobs import distribution_of
 from sample import Rollout, make_rollout, count_repeats, random_generators, stop_token_ids
 
-SEQUENCE_TOKENS = 64            # length of the fixed sequence
-BOUND = 1e-3                    # nats, largest difference in float32; see docs/scale.md for both
-BOUND_HALF = 0.2                # nats, mean difference in 16 bits and TF32
 ENVIRONMENT = {                 # settings of vLLM that only its environment has, unless the user set them
     "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
@@ -77,8 +73,6 @@ class VLLM(Engine):
         for name, value in (ENVIRONMENT | matmul).items():
             os.environ.setdefault(name, value)
         self.sleeps = self.device.type == "cuda"          # it shares the GPU
-        vocabulary, length = model.get_input_embeddings().num_embeddings, min(SEQUENCE_TOKENS, max_length - 1)
-        self.sequence = torch.randint(vocabulary, (length,), generator=torch.Generator().manual_seed(0))
         config = copy.deepcopy(model.config)
         config.architectures = [type(model).__name__.removeprefix("FSDP")]      # which FSDP2 adds
         from vllm import LLM  # here: it reads the environment
@@ -99,16 +93,6 @@ class VLLM(Engine):
     @contextmanager
     def sampling(self):
         """Send vLLM the policy's weights, and let it sample within the context. Call on all ranks."""
-        self.send_weights()
-        yield
-        if self.sleeps:
-            self.on_all_ranks(self.llm.sleep, level=2)    # the next weights replace these
-
-    def send_weights(self) -> None:
-        """Send all weights, and check that vLLM uses them. Call on all ranks.
-
-        raises  RunError, on all ranks, if it scores the fixed sequence differently from the model
-        """
         model = self.model
         reshard(model)
         if self.sleeps:
@@ -119,27 +103,9 @@ class VLLM(Engine):
         if self.sleeps:
             self.on_all_ranks(self.llm.wake_up, tags=["kv_cache"])
         self.on_all_ranks(self.llm.reset_prefix_cache)
-        self.on_all_ranks(self.refuse_other_scores, score(model, self.sequence))
-
-    def refuse_other_scores(self, expected: Tensor) -> None:
-        """Raise RunError if the engine's log-probabilities of the fixed sequence are not those expected."""
-        differences, exact = (self.score(self.sequence) - expected).abs(), is_exact(self.model)
-        difference = float(differences.max() if exact else differences.mean())
-        bound = BOUND if exact else BOUND_HALF
-        if not difference <= bound:
-            raise RunError(
-                "vLLM has other weights than the trainer: after they were sent, log-probabilities of a fixed "
-                f"sequence differ by {difference:.1e} nat (bound {bound:g}); take --engine auto, and see "
-                "docs/scale.md, vLLM."
-            )
-
-    def score(self, ids: Tensor) -> Tensor:
-        """Return log p (n - 1,), in nats, of the tokens of a sequence (n,) after the first, temperature 1."""
-        from vllm import SamplingParams
-
-        prompt, parameters = ids.tolist(), SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
-        output, = self.llm.generate([{"prompt_token_ids": prompt}], parameters, use_tqdm=False)
-        return torch.tensor(logp_of(prompt[1:], output.prompt_logprobs[1:]))
+        yield
+        if self.sleeps:
+            self.on_all_ranks(self.llm.sleep, level=2)    # the next weights replace these
 
     def sample(
         self, prompts: list, config, *, seed: int, num_completions: int | None = None,
@@ -233,15 +199,3 @@ def checkpoint_weights(model, *, with_tied_head: bool) -> Iterator[tuple[str, Te
 def gathered(tensor: Tensor) -> Tensor:
     """Gather a sharded tensor, in every process."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
-
-
-@torch.no_grad()
-def score(model, ids: Tensor) -> Tensor:
-    """Return log p (n - 1,), in nats, of the tokens of a sequence (n,) after the first, by the trainer."""
-    device = next(model.parameters()).device
-
-    def log_probs():
-        hidden = model.base_model(input_ids=ids[None].to(device), use_cache=False).last_hidden_state
-        return compute_logits(model, hidden[0, :-1]).log_softmax(-1).clone()
-
-    return forward_pass(model, log_probs).cpu().gather(-1, ids[1:, None])[:, 0]

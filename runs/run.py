@@ -18,13 +18,13 @@ import torch
 
 from analysis.evaluation import evaluate
 from config import Config
-from engine.adapters import AdapterReference, has_adapter, merged_copy, trainable_parameters
+from engine.adapters import AdapterReference, trainable_parameters
 from engine.devices import limit_threads, num_processes, peak_memory_gb
 from engine.errors import RunError, first_line
 from engine.plain import Engine
-from engine.policy import make_reference, move, save_any_policy
+from engine.policy import make_reference, move
 from engine.ranks import Ranks
-from engine.sharding import full_tensor, replicated_sums
+from engine.sharding import full_tensor
 from experience import Experience
 from model import ValueHead
 from rewards import name_of
@@ -217,8 +217,7 @@ class Run:
     def started(self):
         """Open the run folder; the context tells whether the user has asked to stop. Call on all ranks."""
         self.folder.open(self.progress.step, self.saved_state.get("file_sizes", {}))
-        self.require_equal_ranks()
-        self.save_base_of_adapter()
+        self.compare_settings_of_ranks()
         with StopOnSignal(self.ranks) as stop, self.folder:
             try:
                 yield stop
@@ -280,19 +279,13 @@ class Run:
             self.batches.position = saved["position"]
             if self.value_head is not None:
                 self.value_head.load_state_dict(saved["value_head"])
-        self.require_equal_ranks()
 
-    def require_equal_ranks(self) -> None:
-        """Raise RunError, on all ranks, if their settings, choices or replicated parameters differ."""
-        choices = dict(self.config.flags)
+    def compare_settings_of_ranks(self) -> None:
+        """Raise RunError, on all ranks, if their settings or numbers of examples differ."""
+        settings = dict(self.config.flags)
         for name in "output_dir", "model_path", "dataset", "eval_dataset", "reward_functions", "environment":
-            del choices[name]                             # paths, of which each machine may have its own
-        choices |= {"engine in use": type(self.engine).__name__, "examples": len(self.train_set)}
-        sums: dict[str, float] = {}
-        for name in "model", "reference", "value_head":
-            module = getattr(self, name)
-            sums |= replicated_sums(name, module) if isinstance(module, torch.nn.Module) else {}
-        self.ranks.agree({name: str(value) for name, value in choices.items()} | sums)
+            del settings[name]                            # paths, of which each machine may have its own
+        self.ranks.agree(settings | {"examples": len(self.train_set)})
 
     def end_phase(self) -> None:
         """Advance to the next phase. The last one stays, for a run that is resumed with more steps."""
@@ -327,14 +320,6 @@ class Run:
         after, since = self.progress.phase_step, self.progress.step - self.saved_at
         if is_due(after - since, after, self.config.training.save_steps):
             self.save_checkpoint()
-
-    def save_base_of_adapter(self) -> None:
-        """Save the built-in model that an adapter was made for: its weights can be downloaded nowhere."""
-        if has_adapter(self.model) and not self.config.model.model_path:
-            base = self.folder.path.resolve() / "base"
-            self.model.peft_config["default"].base_model_name_or_path = str(base)
-            if self.progress.step == 0:
-                save_any_policy(merged_copy(self.model), self.tokenizer, base)       # a new adapter adds 0
 
     def restore(self, checkpoint: Path) -> None:
         """Restore progress from a checkpoint; begin_phase restores the rest."""

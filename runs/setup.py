@@ -19,11 +19,12 @@ import torch
 from config import Config, ModelConfig, TrainingConfig, validate_functions
 from engine.devices import best_device, keep_freed_memory, leave_busy_cores, num_processes
 from engine.plain import Engine
-from engine.policy import check_context_length, load_any_policy, load_any_tokenizer, move
+from engine.policy import check_context_length, load_any_policy, load_any_tokenizer, move, save_any_policy
 from engine.precision import resolve_precision
 from engine.ranks import Ranks
 from engine.reference import compare_tokenizers, load_reference, load_teacher, validate_reference
-from engine.sharding import replicated_sums, shard
+from engine.sharding import shard
+from model import load_policy
 from reward_functions.loading import as_name, load_reward_function, refuse_equal_names, require_columns
 from runs.checkpoint import latest_checkpoint, read_state
 from runs.folder import RunFolder
@@ -191,6 +192,9 @@ def set_up(
     folder.config = console.config = config
     training = config.training
 
+    torch.manual_seed(training.seed)                      # of weights that are in no file
+    if config.model.lora_rank and not model_config.model_path and not training.check:
+        model_config = write_base(model_config, folder, ranks)
     policy = load_trained_policy(model_config, training, device, mesh)
     longest = max(longest_prompt, longest_held_out)
     check_context_length(policy, longest, config.grpo.generation_max_length)
@@ -204,7 +208,6 @@ def set_up(
         reference = load_teacher(config, policy)
     if reference is not None:
         validate_reference(reference, policy, tokenizer, config)
-        ranks.agree(replicated_sums("reference", reference))
     engine = start_up_check(
         policy, tokenizer, train_set, config, ranks, engine, reference, longest, console.print)
     run = Run(
@@ -231,8 +234,7 @@ def environment_and_tools(environment: str | Callable) -> tuple[Callable | None,
 def load_trained_policy(
     model_config: ModelConfig, training: TrainingConfig, device: torch.device, mesh: dict[str, int]
 ) -> torch.nn.Module:
-    """Load the policy and shard it over the device mesh. The seed decides weights that are not in a file."""
-    torch.manual_seed(training.seed)
+    """Load the policy and shard it over the device mesh."""
     policy, _ = load_any_policy(model_config)
     move(policy, device)
     if training.gradient_checkpointing:
@@ -242,6 +244,17 @@ def load_trained_policy(
     shard(policy, mesh)
     keep_freed_memory()                                   # after loading, which frees whole weights
     return policy
+
+
+def write_base(config: ModelConfig, folder: RunFolder, ranks: Ranks) -> ModelConfig:
+    """Write the built-in model to base/ of the run folder, where the files of an adapter find it.
+
+    returns  settings that load it from there
+    """
+    policy, tokenizer = load_policy(replace(config, lora_rank=0, precision="float32"))
+    path = folder.path.resolve() / "base"
+    ranks.gather(partial(save_any_policy, policy, tokenizer, path))
+    return replace(config, model_path=str(path))
 
 
 def find_checkpoint(config: Config, folder: RunFolder, ranks: Ranks) -> Path | None:

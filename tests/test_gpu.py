@@ -40,10 +40,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(not DEVICE, reason="torch rep
     "", "--precision bfloat16", "--precision float16", "--lora_rank 4", "--lora_rank 4 --precision bfloat16",
     "--use_kl_penalty --use_value_head --gradient_checkpointing --ppo_epochs 2",
 ])
-def test_the_check_passes_prompts_are_shared_and_two_steps_learn(tmp_path, capsys, flags):
+def test_two_steps_learn(tmp_path, capsys, flags):
     folder = run_folder(tmp_path / "out", *RUN, *ON_CPU, "--reward_functions", length_reward(tmp_path), "--max_steps", "2", *flags.split())
-    printed = capsys.readouterr().out
-    assert f"on {DEVICE}" in printed and "prompts are not shared" not in printed
+    assert f"on {DEVICE}" in capsys.readouterr().out
     lines = read_jsonl(folder / "metrics.jsonl")
     assert sum(m["updates"] for m in lines) == 2 and all(m["grad_norm"] > 0 and m["peak_memory_gb"] > 0 and not m["skipped"] for m in lines)
 
@@ -91,19 +90,18 @@ def test_packed_and_plain_rows_agree_in_tf32_and_bfloat16(name, precision):
 
 
 @pytest.mark.parametrize("name", [*ARCHITECTURES, *CURRENT_ARCHITECTURES])
-def test_two_steps_of_an_architecture_with_lora_in_bfloat16(name, tokenizer, tmp_path, capsys):
+def test_two_steps_of_an_architecture_with_lora_in_bfloat16(name, tokenizer, tmp_path):
     torch.manual_seed(0)
     save_any_policy((ARCHITECTURES | CURRENT_ARCHITECTURES)[name]().eval(), tokenizer, tmp_path / "base")
     folder = run_folder(
         tmp_path / "run", *RUN, *ON_CPU, "--model_path", str(tmp_path / "base"), "--max_steps", "2", "--lora_rank", "4",
         "--precision", "bfloat16", "--generation_max_length", "30", "--reward_functions", length_reward(tmp_path))
-    assert ("prompts are not shared" in capsys.readouterr().out) == (name in ("qwen3_5", "lfm2"))
     lines = read_jsonl(folder / "metrics.jsonl")
     assert len(lines) >= 2 and not any(m["skipped"] for m in lines if "skipped" in m)
 
 
 SHARED = {*ARCHITECTURES, *CURRENT_ARCHITECTURES} - {"qwen3_5", "lfm2"}
-EXPERTS = "gemma4_experts", "qwen3_moe", "gpt_oss", "glm4_moe"                  # in float32 they wait for the device in a step
+EXPERTS = "gemma4_experts", "qwen3_moe", "gpt_oss", "glm4_moe"                  # trained ones wait for the device in a step
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
@@ -126,8 +124,7 @@ def test_recorded_steps_sample_what_steps_sample(name, precision, tokenizer, mon
     assert torch.equal(ours.completion_ids, theirs.completion_ids)
     torch.testing.assert_close(ours.sampling_logp, theirs.sampling_logp, atol=1e-5, rtol=0)
     if DEVICE == "cuda":
-        waits = name in EXPERTS and precision == "float32"
-        recorded_here = torch.version.cuda and not waits  # a pretended GPU has no graphs
+        recorded_here = torch.version.cuda and name not in EXPERTS               # a pretended GPU has no graphs
         assert {step.__name__ for step in steps} == {"replay" if recorded_here else "sample_token"}
 
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 from conftest import ARCHITECTURES, PROMPTS, comparable, ctrl_c_after, run_folder, with_noise
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 import infer
 import train
 from config import ModelConfig
 from engine import make_engine
-from engine.adapters import AdapterReference, has_adapter, merged_copy, trainable_parameters
+from engine.adapters import AdapterReference, has_adapter, trainable_parameters
 from engine.policy import make_reference, load_any_policy, save_any_policy, blend_reference
 from engine.precision import with_precision
 from runs.folder import read_jsonl
@@ -20,7 +20,7 @@ from runs.folder import read_jsonl
 IDS = torch.tensor([[5, 9, 40, 41, 17, 200]])
 
 
-@pytest.fixture(params=ARCHITECTURES)
+@pytest.fixture(params=["gemma3", "gpt2"])                # gpt2 has other linear layers
 def saved(request, tmp_path, tokenizer):
     """Return the folder of a base model."""
     torch.manual_seed(0)
@@ -33,22 +33,14 @@ def load(folder, **more):
 
 
 @torch.no_grad()
-def test_a_new_adapter_is_the_base_model_and_a_merged_copy_is_the_sum(saved):
+def test_a_new_adapter_is_the_base_model_and_is_all_that_is_trained(saved):
     base, _ = load(saved)
     model, _ = load(saved, lora_rank=4)
     size = sum(p.numel() for p in base.parameters())
     assert has_adapter(model) and 0 < sum(p.numel() for p in trainable_parameters(model)) < size
     expected = base(IDS).logits
     assert torch.equal(model(IDS).logits, expected)
-    with_noise(model)
-    before, weights = model(IDS).logits, {name: p.clone() for name, p in model.state_dict().items()}
-    assert (before - expected).abs().max() > 0.01
-    base.load_state_dict(merged_copy(model).state_dict())
-    assert (base(IDS).logits - before).abs().max() < 1e-4
-    assert torch.equal(model(IDS).logits, before)
-    assert all(torch.equal(p, weights[name]) for name, p in model.state_dict().items())
-    trained = [p.requires_grad for p in model.parameters()]
-    assert trained.count(True) == len(trainable_parameters(model)) < len(trained)
+    assert (with_noise(model)(IDS).logits - expected).abs().max() > 0.01
 
 
 def test_frozen_weights_are_stored_in_the_precision_of_the_layers_bit_for_bit(saved, settings):
@@ -78,43 +70,45 @@ def test_frozen_weights_are_stored_in_the_precision_of_the_layers_bit_for_bit(sa
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_peft_loads_what_is_saved_and_so_do_we_and_merged_needs_no_peft(saved, tmp_path):
+def test_peft_loads_and_merges_what_is_saved_and_so_do_we(saved, tmp_path):
     model, tokenizer = load(saved, lora_rank=4, lora_alpha=6.0)
     expected = with_noise(model)(IDS).logits
     save_any_policy(model, tokenizer, tmp_path / "adapter")
     assert not (tmp_path / "adapter/model.safetensors").exists()
     base = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32).eval()
-    assert torch.equal(PeftModel.from_pretrained(base, tmp_path / "adapter").eval()(IDS).logits, expected)
+    peft_model = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    assert torch.equal(peft_model(IDS).logits, expected)
     again, _ = load_any_policy(ModelConfig(str(tmp_path / "adapter")))
     assert torch.equal(again(IDS).logits, expected) and len(trainable_parameters(again)) == len(trainable_parameters(model))
-    save_any_policy(merged_copy(model), tokenizer, tmp_path / "merged")
+    peft_model.merge_and_unload().save_pretrained(tmp_path / "merged")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
     assert (merged.eval()(IDS).logits - expected).abs().max() < 1e-4
-    assert torch.equal(model(IDS).logits, expected)
 
 
-def test_the_reference_is_the_adapter_as_it_was(saved, settings):
+def test_the_reference_is_the_adapter_as_it_was(saved, tmp_path, settings):
+    """An adapter that was trained before: a reference without it would be another model."""
     model, tokenizer = load(saved, lora_rank=4)
-    base, _ = load(saved)
+    save_any_policy(with_noise(model), tokenizer, tmp_path / "adapter")
+    (model, _), (as_loaded, _) = load(tmp_path / "adapter"), load(tmp_path / "adapter")
     engine = make_engine("shared", model, tokenizer)
     rollout = engine.sample(PROMPTS, settings, seed=0)
     log_probs = partial(engine.log_probs, rollout, None, settings.distribution)
     reference = make_reference(model)
     assert isinstance(reference, AdapterReference)
-    with_noise(model)
+    with_noise(model)                                     # training goes on
     with torch.no_grad():
-        bare, policy, kept = (log_probs(model=each).logp for each in (base, model, reference))
-        assert torch.allclose(kept, bare, atol=1e-6) and (policy - bare).abs().max() > 0.01
+        before, policy, kept = (log_probs(model=each).logp for each in (as_loaded, model, reference))
+        assert torch.allclose(kept, before, atol=1e-6) and (policy - before).abs().max() > 0.01
         assert torch.equal(log_probs().logp, policy)
     exact = log_probs(reference=reference).kl
-    assert torch.allclose(exact, log_probs(reference=base).kl, atol=1e-5)
+    assert torch.allclose(exact, log_probs(reference=as_loaded).kl, atol=1e-5)
     exact.sum().backward()                                # the reference's forward pass left the graph intact
     blend_reference(reference, model, 0.0)
     assert all(torch.equal(kept, p) for kept, p in zip(reference.kept, trainable_parameters(model), strict=True))
 
 
 @pytest.mark.slow
-def test_a_run_with_an_adapter_resumes_is_evaluated_and_merged(tmp_path, capsys):
+def test_a_run_with_an_adapter_resumes_and_is_evaluated(tmp_path, capsys):
     flags = (
         "--use_grpo --max_steps 4 --cold_start_steps 2 --lora_rank 4 --save_steps 1 --use_kl_penalty true "
         "--kl_estimator exact"
@@ -131,12 +125,11 @@ def test_a_run_with_an_adapter_resumes_is_evaluated_and_merged(tmp_path, capsys)
     capsys.readouterr()
     evaluation = "--evaluate arithmetic --limit 8 --generation_max_length 8".split()
     infer.main(["--model_path", str(final), *evaluation])
-    evaluated = capsys.readouterr().out
-    infer.main(["--model_path", str(final), "--merge_into", str(tmp_path / "merged")])
-    assert capsys.readouterr().out == f"{tmp_path}/merged: {final} with its adapter added to its weights\n"
-    infer.main(["--model_path", str(tmp_path / "merged"), *evaluation])
-    assert capsys.readouterr().out == evaluated and evaluated.startswith("accuracy")
-    assert AutoTokenizer.from_pretrained(tmp_path / "merged").eos_token_id == 1
+    assert capsys.readouterr().out.startswith("accuracy")
+
+
+def test_a_check_with_a_new_adapter_of_the_built_in_model_writes_nothing(tmp_path):
+    assert not run_folder(tmp_path / "run", "--use_grpo", "--lora_rank", "4", "--check").exists()
 
 
 def test_an_adapter_keeps_its_rank_and_needs_its_base(tmp_path, tokenizer):
@@ -147,15 +140,13 @@ def test_an_adapter_keeps_its_rank_and_needs_its_base(tmp_path, tokenizer):
     with pytest.raises(ValueError, match=r"--lora_rank=8: the adapter in .* has 4"):
         load_any_policy(ModelConfig(str(tmp_path / "adapter"), lora_rank=8))
     (tmp_path / "base").rename(tmp_path / "elsewhere")
-    with pytest.raises(ValueError, match=r"adapter: no such folder as .*base; from the hub"):
+    with pytest.raises(ValueError, match=r"^--model_path=\S*/adapter: cannot be loaded: .*/base'"):
         load_any_policy(ModelConfig(str(tmp_path / "adapter")))
 
 
 @pytest.mark.parametrize("options,refused", [
     (dict(target_modules=["q_proj"], lora_dropout=0.5), ""),
     (dict(target_modules=["q_proj"], modules_to_save=["lm_head"]), "modules_to_save"),
-    (dict(target_modules=["q_proj"], trainable_token_indices=[1, 2]), "trainable_token_indices"),
-    (dict(target_modules=["q_proj", "embed_tokens"]), "the embedding"),
     (dict(target_modules=["q_proj", "lm_head"]), "the head"),
 ])
 def test_an_adapter_of_peft_is_loaded_without_its_dropout_or_refused_in_one_line(tmp_path, tokenizer, options, refused):
@@ -172,15 +163,3 @@ def test_an_adapter_of_peft_is_loaded_without_its_dropout_or_refused_in_one_line
     ours, _ = load(tmp_path / "adapter")
     assert not any(module.training for module in ours.modules())
     torch.testing.assert_close(ours(IDS).logits, theirs(IDS).logits)
-
-
-@torch.no_grad()
-def test_the_reference_of_an_adapter_that_was_trained_before_is_the_policy_as_it_was_loaded(saved, tmp_path):
-    model, tokenizer = load(saved, lora_rank=4)
-    save_any_policy(with_noise(model), tokenizer, tmp_path / "adapter")
-    model, _ = load(tmp_path / "adapter")
-    base, _ = load(saved)
-    expected, reference = model.base_model(IDS)[0].clone(), make_reference(model)
-    with_noise(model)                                     # training goes on
-    assert torch.equal(reference.base_model(input_ids=IDS)[0], expected)
-    assert (expected - base.base_model(IDS)[0]).abs().max() > 0.01

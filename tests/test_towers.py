@@ -4,25 +4,15 @@ import json
 
 import pytest
 import torch
-from conftest import (
-    ARCHITECTURES, PROMPTS, WITH_TOWERS, comparable, ctrl_c_after, exhaustive, length_reward, run_folder,
-)
+from conftest import ARCHITECTURES, PROMPTS, WITH_TOWERS, length_reward, run_folder
 from safetensors.torch import load_file
 
-import infer
-import train
 from config import ModelConfig
 from engine import make_engine
-from engine.adapters import trainable_parameters
-from engine.text_model import text_model
 from engine.policy import load_any_policy, save_any_policy
-from runs.folder import read_jsonl
-from runs.startup_check import fault_of_sharing
+from engine.text_model import text_model
 
-FLAGS = (
-    "--use_grpo --max_steps 3 --save_steps 1 --keep_checkpoints 9 --generation_max_length 8 --learning_rate 1e-2 "
-    "--use_kl_penalty true --kl_penalty_coef 0.1 --kl_estimator exact --gradient_checkpointing"
-).split()
+FLAGS = "--use_grpo --max_steps 2 --generation_max_length 8 --learning_rate 1e-2 --entropy_coef 0.1 --gradient_checkpointing".split()
 TOWERS = "vision_tower", "multi_modal_projector", "embed_vision", "audio_tower", "embed_audio"
 
 
@@ -39,21 +29,13 @@ def is_of_tower(name):
     return any(tower in name for tower in TOWERS)
 
 
-def load(folder, **more):
-    return load_any_policy(ModelConfig(str(folder), **more))
-
-
 @pytest.mark.parametrize("lora_rank", [0, 4])
 def test_only_the_text_model_is_trained_and_has_a_gradient(base, lora_rank, settings):
-    model, tokenizer = load(base, lora_rank=lora_rank)
+    model, tokenizer = load_any_policy(ModelConfig(str(base), lora_rank=lora_rank))
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert trained and not any(map(is_of_tower, trained)) and any(map(is_of_tower, dict(model.named_parameters())))
     assert all("lora" in name for name in trained) == bool(lora_rank)
-    if not lora_rank:
-        text = {parameter for module in (text_model(model), model.lm_head) for parameter in module.parameters()}
-        assert set(trainable_parameters(model)) == text
-    shared, plain = (make_engine(name, model, tokenizer) for name in ("shared", "plain"))
-    assert not fault_of_sharing(shared, plain, PROMPTS[:2])
+    shared = make_engine("shared", model, tokenizer)
     rollout = shared.sample(PROMPTS, settings, seed=0)
     now = shared.log_probs(rollout, None, settings.distribution)
     assert (now.logp - rollout.sampling_logp).abs().max() < 1e-4
@@ -72,30 +54,11 @@ def test_it_samples_and_scores_as_its_text_model_alone(tokenizer, settings):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lora_rank", [exhaustive(0), 4])
-def test_a_run_leaves_the_towers_as_they_were_and_resumes_and_its_final_loads(base, lora_rank, tmp_path, capsys):
-    flags = [*FLAGS, "--model_path", str(base), "--lora_rank", str(lora_rank), "--reward_functions", length_reward(tmp_path)]
-    whole = run_folder(tmp_path / "whole", *flags)
-    assert "prompts are not shared" not in capsys.readouterr().out
-    assert any(line.get("kl", 0) > 0 for line in read_jsonl(whole / "metrics.jsonl"))
-    state = torch.load(whole / "checkpoints/step-00000001/state.pt", weights_only=True)
-    policy, _ = load(whole / "final")
-    assert [s["exp_avg"].shape for s in state["optimizer"]["state"].values()] == [p.shape for p in trainable_parameters(policy)]
-
-    folder = tmp_path / "stopped"
-    with ctrl_c_after(2):
-        run_folder(folder, *flags)
-    train.main(["--output_dir", str(folder), "--resume"])
-    assert comparable(folder) == comparable(whole)
-    final = folder / "final"
-    file = "adapter_model.safetensors" if lora_rank else "model.safetensors"
-    assert (final / file).read_bytes() == (whole / "final" / file).read_bytes()
-
-    if lora_rank:
-        infer.main(["--model_path", str(final), "--merge_into", str(tmp_path / "merged")])
-        final = tmp_path / "merged"
+def test_a_run_leaves_the_towers_and_the_names_of_the_checkpoint_as_they_were(base, tmp_path):
+    final = run_folder(
+        tmp_path / "run", *FLAGS, "--model_path", str(base), "--reward_functions", length_reward(tmp_path)) / "final"
     before, after = (load_file(folder / "model.safetensors") for folder in (base, final))
-    assert before.keys() == after.keys(), "the names of the checkpoint"
+    assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before if is_of_tower(name))
     assert any(not torch.equal(before[name], after[name]) for name in before if not is_of_tower(name))
     architectures = [json.loads((folder / "config.json").read_text())["architectures"] for folder in (base, final)]
