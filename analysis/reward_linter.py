@@ -162,7 +162,7 @@ def lint(
         name = name_of(function)
         points, seconds, failures = score_kinds(function, examples)
         table.append(table_row(name, points))
-        found = [f"failed on {f['completion']!r:.60}: {f['error']}" for f in failures[:1]]
+        found = [f"failed: {f['error']}" for f in failures[:1]]
         found = found or flags_of(points, is_total=len(functions) == 1)
         flags += [f"{name} {flag}" for flag in found]
         if seconds > SLOW:

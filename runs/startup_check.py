@@ -266,7 +266,7 @@ def check_rewards(
     if not totals:
         found = f"{', '.join(per_function)} returned None or NaN for each of {len(texts)} completions"
         if failures:
-            found = "{function} failed on {completion!r:.60}: {error}".format(**failures[0])
+            found = "{function} failed: {error}".format(**failures[0])
         fix = "nothing could be scored: correct the function, or add the columns it needs, such as answers"
         return [Finding("rewards", False, found, fix)]
     by_function = "; ".join(

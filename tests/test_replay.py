@@ -105,17 +105,16 @@ def test_what_cannot_be_replayed_is_one_line_of_error(finished, flags, message):
 
 
 @pytest.mark.slow
-def test_groups_that_a_function_failed_on_stay_unscored(tmp_path, capsys):
+def test_a_rollout_that_a_function_failed_on_stays_unscored(tmp_path, capsys):
     (tmp_path / "fails.py").write_text(
-        "calls = []\ndef fails(completions, prompts, **columns):\n    calls.append(1)\n"             # call 1: the start-up check
-        "    if len(calls) > 1 and (len(set(prompts)) > 1 or int(prompts[0][-3]) % 2):\n        raise ValueError('no')\n"
+        "calls = []\ndef fails(completions, **columns):\n    calls.append(1)\n"         # call 1: the start-up check, 2: step 1
+        "    if len(calls) > 2:\n        raise ValueError('no')\n"
         "    return [len(c) / 9 for c in completions]\n")
     folder = tmp_path / "run"
     train.main([*QUICK, *f"--use_grpo --output_dir {folder} --reward_functions reasoning_coherence {tmp_path}/fails.py:fails "
                 "--reward_weights 1 1 --reward_errors none --cold_start_steps 0 --max_steps 2 --save_steps 1 --keep_checkpoints 9 "
                 "--log_rollouts_every 1 --eval_limit 0 --learning_rate 1e-3 --batch_size 8".split()])
     logged = next(line for line in read_jsonl(folder / "metrics.jsonl") if line["step"] == 2)
-    assert 0 < logged["unscored"] < 1
+    assert logged["unscored"] == 1
     again = replay(capsys, folder / "rollouts.jsonl", "--model_path", folder / "checkpoints/step-00000001")[1]
-    for name in "mean_reward", "total_loss", "grad_norm":
-        assert again[name] == pytest.approx(logged[name], rel=1e-5, abs=1e-6), name
+    assert again["mean_reward"] is None and again["grad_norm"] == logged["grad_norm"] == 0

@@ -40,7 +40,7 @@ def test_correctness_has_no_flags():
         (lambda completions, **columns: [float("<answer>" in c and "\n" not in c) for c in completions], "more to gold (1.00) than to newline (0.00)"),
         (lambda completions, **columns: [0.5 for c in completions], "gives 0.5 to every completion"),
         (lambda completions, **columns: [None for c in completions], "scores none of the examples"),
-        (lambda completions, **columns: [1 / len(c) for c in completions], "failed on '': ZeroDivisionError"),
+        (lambda completions, **columns: [1 / len(c) for c in completions], "failed: ZeroDivisionError"),
         (lambda completions, **columns: [time.sleep(0.12) or float("7" in c) for c in completions], "s a completion"),
     ],
 )
