@@ -1,11 +1,29 @@
-"""Which part of a completion is read, and what a cell of the data is."""
+"""
+Which part of a completion is read, what a cell of the data is, and which answers are equal: spellings.json has rows of
+[answer, truth, verdicts of math-verify 0.9.0, of math_equality and of correctness, why the first two differ].
+"""
 
+import json
 import math
+from pathlib import Path
 
 import pytest
+from test_rewards import needs_math_verify
 
+import reward_functions
 import rewards
 from reward_functions import answers
+
+SPELLINGS = json.loads((Path(__file__).parent / "spellings.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("name,column", [("correctness", 4), pytest.param("math_equality", 3, marks=needs_math_verify)])
+def test_spellings_have_the_verdicts_of_the_table_and_any_answer_of_a_list_may_be_given(name, column):
+    function = getattr(reward_functions, name)
+    verdicts = function([f"<answer>{row[0]}</answer>" for row in SPELLINGS], answer=[row[1] for row in SPELLINGS])
+    assert [row for row, verdict in zip(SPELLINGS, verdicts, strict=True) if bool(verdict) != row[column]] == []
+    texts = [f"<answer>{text}</answer>" for text in ("Paris", "2.0", "3", "1", "1")]
+    assert function(texts, answer=[["Rome", "paris"], ["1", 2], [1, 2], [], None]) == [1.0, 1.0, 0.0, 0.0, None]
 
 
 @pytest.mark.parametrize("text,answer", [
