@@ -67,17 +67,13 @@ def test_a_reward_file_imports_its_neighbours_and_our_modules_stay_ours(tmp_path
         load_reward_function(f"{tmp_path}/hidden.py:f")
 
 
-def test_a_class_is_instantiated_and_an_instance_stays():
+def test_an_instance_stays_and_what_cannot_be_called_is_refused():
     class Counting:
-        def __init__(self, unit=2):
-            self.unit = unit
+        def __call__(self, completions, **columns):
+            return [float(len(text)) for text in completions]
 
-        def __call__(self, completions, **kwargs):
-            return [len(text) / self.unit for text in completions]
-
-    assert load_reward_function(Counting)(["abc"]) == [1.5]
-    instance = Counting(3)
-    assert load_reward_function(instance) is instance
+    instance = Counting()
+    assert load_reward_function(instance) is instance and load_reward_function(Counting)(["abc"]) == [3.0]
     with pytest.raises(ValueError, match=r"^--reward_functions .*Idle: a Idle is no function and has no __call__"):
         load_reward_function(type("Idle", (), {}))
 
