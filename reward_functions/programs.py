@@ -59,7 +59,7 @@ def fraction_passed(program: str, tests: list[tuple[str, str, str]]) -> float:
     for assertion, call, imports in tests:
         code, left = PROGRAM_TEMPLATE.format(program, call, imports), deadline - time.monotonic()
         if left > 0 and (result := run_python(code, timeout_s=min(left, SECONDS_PER_TEST))).ok:
-            asserted.append((secrets.token_hex(16), f"{imports}\n{assertion}", result.stdout))
+            asserted.append((secrets.token_hex(16), assertion, result.stdout))
     if not asserted:
         return 0.0
     result = run_python(ASSERTION_TEMPLATE.format(asserted), timeout_s=SECONDS_PER_TEST)
@@ -82,12 +82,11 @@ def plain(value):
     kinds = dict, tuple, set, frozenset, bytes
     return next(({{kind.__name__: [items]}} for kind in kinds if isinstance(value, kind)), items)
 
-output, space, imported = os.dup(1), {{"__name__": "program"}}, {{}}
+output, space = os.dup(1), {{"__name__": "program"}}
 os.dup2(2, 1)
-exec({2!r}, space)
 exec(compile({0!r}, "program.py", "exec"), space)
-exec("import math\\n" + {2!r}, imported)
-os.write(output, json.dumps(plain(eval({1!r}, space, imported))).encode())
+exec({2!r}, space)
+os.write(output, json.dumps(plain(eval({1!r}, space))).encode())
 '''
 
 
@@ -129,12 +128,14 @@ def split_tests(text: str) -> list[tuple[str, str, str]]:
     names = {name.asname or name.name.partition(".")[0] for line in imports for name in line.names}
     if "*" in names or {module.partition(".")[0] for module in modules} - sys.stdlib_module_names:
         raise ValueError("it imports *, or from outside of the standard library")
-    source, library = ast.unparse(ast.Module(imports, [])), names | {*dir(builtins), "math", "isclose"}
-    return [(*take_call(one, library), source) for one in asserts]
+    return [(*take_call(one, names), ast.unparse(ast.Module(imports, []))) for one in asserts]
 
 
-def take_call(statement: ast.Assert, library: set[str]) -> tuple[str, str]:
-    """Return the assertion with _value in place of CALL, and CALL. Raise ValueError for another form."""
+def take_call(statement: ast.Assert, imported: set[str]) -> tuple[str, str]:
+    """Return the assertion with _value in place of CALL, and CALL. Raise ValueError for another form.
+
+    VALUE has no imported names but math: an instance of another class would equal nothing that JSON can hold.
+    """
     value = ast.Name("_value")
     match condition := statement.test:
         case ast.Call(func, [call, *_]) if ast.unparse(func) in ("isclose", "math.isclose"):
@@ -147,8 +148,9 @@ def take_call(statement: ast.Assert, library: set[str]) -> tuple[str, str]:
             condition.operand = value
         case call:
             statement.test = value
-    others = {node.id for node in ast.walk(statement) if isinstance(node, ast.Name)} - library - {"_value"}
-    if others or not is_call(call, library):
+    known = {*dir(builtins), "math", "isclose", "_value"}
+    others = {node.id for node in ast.walk(statement) if isinstance(node, ast.Name)} - known
+    if others or not is_call(call, known | imported):
         raise ValueError("not CALL, not CALL, CALL == VALUE, abs(CALL - VALUE) < EPS or isclose(CALL, VALUE)")
     return ast.unparse(statement), ast.unparse(call)
 

@@ -95,7 +95,7 @@ JUDGED = [
     ("import math\nassert math.isclose(f(math.pi), 2 * math.pi)", 1.0), ("from math import isclose\nassert isclose(f(1), 2.1, rel_tol=1)", 1.0),
     ("assert math.isclose(f(1), 2.1, rel_tol=1e-3)", 0.0), ("assert isclose(f(1), 2.1)", 0.0), ("assert isclose(f(1), 2.0)", 1.0),             # not the program's
     ("assert set(pairs([1, 2])) == {(1, 1), (2, 2)}", 1.0), ("assert round(f(1.04), 1) == 2.1", 1.0), ("assert len(list(pairs('ab'))) == 2", 1.0),
-    ("from collections import Counter\nassert counts('aab') == Counter('aab')", 1.0), ("assert f(2) == eval('2 + 2')", 1.0),
+    ("assert counts('aab') == {'a': 2, 'b': 1}", 1.0), ("from fractions import Fraction\nassert same(Fraction(4, 2).denominator) == 1", 1.0), ("assert f(2) == eval('2 + 2')", 1.0),
     ("assert same(Point(3).x) == 3", 1.0), ("assert point(1) == 1", 1.0), ("assert same(Point(3)) is None", 0.0), ("assert anything(1) == 4", 0.0),
     ("assert abs(anything(1) - 4) < 1", 0.0), ("assert anything(1) > 10 ** 10 ** 10", 0.0),
     # Values that Python's literals leave out, and kinds of collections.
@@ -132,6 +132,7 @@ NOT_JUDGED = [
         "eval(f(2)) == 4", "exec(f(2)) is None", "list(map(eval, [f(2)])) == [4]", "[eval(text) for text in [f(2)]] == [4]",
         "(lambda run: run(f(2)))(eval) == 4", "(run := eval)(f(2)) == 4",
     ]),
+    ("from datetime import date\nassert f(date(2024, 2, 28)) == date(2024, 2, 29)", FORM), ("from math import isclose as near\nassert near(f(2), 2)", FORM),
     ("import pickle\nassert pickle.loads(f(2)) == 4", FORM), ("from pickle import loads as read\nassert read(f(2)) == 4", FORM),
     ("import builtins\nassert builtins.eval(f(2)) == 4", FORM), ("import functools\nassert functools.partial(eval, f(2))() == 4", FORM),
 ]
