@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from itertools import chain, repeat
 
 from reward_functions.arithmetic import FOUR_OPERATORS, evaluate_expression
 from reward_functions.calling import start_coroutine
@@ -48,49 +47,27 @@ def run_calls(text: str, functions: dict[str, Callable]) -> list[str]:
         deadline, late = time.monotonic() + SECONDS_PER_MESSAGE, "error: too much time in one message"
         return [run_json_call(call, functions) if time.monotonic() < deadline else late for call in calls]
     text = text.rstrip()
-    calls = [text[found.start() :] for found in re.finditer(rf"\b({'|'.join(functions)})\(", text)]
-    if not calls or not text.endswith(")"):
-        return []
-    return [run_text_call(next(filter(parse_call, calls[-9:]), calls[-1]), functions)]    # 9: parsing is slow
-
-
-def parse_call(text: str) -> ast.Call | None:
-    """Return a call by name, such as f(1, b=2); None for all other text."""
-    with suppress(SyntaxError, ValueError, MemoryError, RecursionError):
-        call = ast.parse(text, mode="eval").body
-        return call if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) else None
+    starts = [found.start() for found in re.finditer(rf"\b({'|'.join(functions)})\(", text)]
+    return [run_text_call(text[starts[-1] :], functions)] if starts and text.endswith(")") else []
 
 
 def run_text_call(text: str, functions: dict[str, Callable]) -> str:
-    """Return the result of name(arguments), or an error message.
-
-    What is no Python is one text, as are several words for a function of one parameter: find(Oslo, Norway).
+    """Return the result of name(arguments), or an error message. Arguments are literals of Python; the one of
+    a function of one text needs no quotes: find(Oslo, Norway).
     """
     name, _, whole = text[:-1].partition("(")
-    function, call = functions[name], parse_call(text)
-    kinds = {p.name: p.annotation for p in inspect.signature(function).parameters.values()}
-    is_list = len(kinds) > 1 and "," in whole
-    if call and (is_list or all(isinstance(node, ast.Constant) for node in call.args)):
-        def read(node: ast.AST, kind: object) -> object:
-            return value_of(ast.get_source_segment(text, node), kind)
-
-        named = {key.arg or "**": read(key.value, kinds.get(key.arg, object)) for key in call.keywords}
-        return run_call(function, *map(read, call.args, chain(kinds.values(), repeat(object))), **named)
-    if is_list or whole.partition("=")[0].strip() in kinds:
-        return f"error: not {name}({', '.join(f'{parameter}=...' for parameter in kinds)})"
-    return run_call(function, value_of(whole.strip(), next(iter(kinds.values()), str)))
-
-
-def value_of(text: str, kind: object) -> object:
-    """Return an argument: a literal of Python or JSON, unless it is for a parameter that takes text; else its
-    text. A string in quotes is a literal too, so buy("rice") and buy(rice) are the same.
-    """
-    takes_text = {*re.findall(r"\w+", inspect.formatannotation(kind))} <= {"str", "None", "Optional"}
-    for read in ast.literal_eval, json.loads:
-        with suppress(SyntaxError, ValueError, MemoryError, RecursionError):
-            value = read(text)
-            return value if isinstance(value, str) or not takes_text else text
-    return text
+    parameters = inspect.signature(functions[name]).parameters
+    args, named = None, {}
+    with suppress(SyntaxError, ValueError, MemoryError, RecursionError, AttributeError):
+        call = ast.parse(text, mode="eval").body
+        named = {key.arg or "**": ast.literal_eval(key.value) for key in call.keywords}
+        args = [ast.literal_eval(node) for node in call.args]
+    takes_text = [parameter.annotation for parameter in parameters.values()] == [str]
+    if takes_text and not named and not (args and isinstance(args[0], str)):
+        args = [whole.strip()]
+    if args is None:
+        return f"error: not {name}({', '.join(f'{parameter}=...' for parameter in parameters)})"
+    return run_call(functions[name], *args, **named)
 
 
 def run_json_call(text: str, functions: dict[str, Callable]) -> str:

@@ -4,7 +4,6 @@ the points, and errors that name the function. wrap_reward_functions is what oth
 """
 
 import asyncio
-import copy
 import inspect
 import math
 import signal
@@ -44,7 +43,7 @@ class Reports:
 
     extra: list[dict] = field(default_factory=list)       # B, name -> value, from log_extra
     metrics: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))  # from log_metric
-    failures: list[dict] = field(default_factory=list)    # unscored calls: function, error, first completion
+    failures: list[dict] = field(default_factory=list)    # unscored calls: function and error
 
     def log_extra(self, name: str, values) -> None:
         """Keep a value for each completion, for rollouts.jsonl."""
@@ -83,9 +82,9 @@ def wrap_reward_functions(
 
     rollout   if it has turn_points (B, T), functions get the points of a conversation's turns, and one with
               NaN among them is unscored: its environment raised. environments are passed on
-    config    a GRPOConfig. reward_errors "raise": stop, naming the function and its error; "none": leave
-              completions unscored. reward_timeout: seconds for one call, which scores all B completions;
-              0: no limit. Taking longer is an error
+    config    a GRPOConfig. reward_errors "raise": stop, naming the function and its error; "none": leave all
+              B completions unscored. reward_timeout: seconds for one call; 0: no limit. Taking longer is an
+              error
     trainer_state  global_step, max_steps and epoch, as in TRL; None: step 0 of 1
     returns   functions of the same names; reports, filled while these are called: what functions log, and
               failed calls under reward_errors "none"
@@ -108,7 +107,7 @@ def wrap_reward_functions(
 
     def wrap(function: Callable) -> Callable:
         def start(**arguments) -> Callable:
-            points = start_scoring(function, arguments | provided, reports, group_size, config)
+            points = start_scoring(function, arguments | provided, reports, config)
             return lambda: [math.nan if failed else p for p, failed in zip(points(), unscored, strict=True)]
 
         start.__name__ = name_of(function)
@@ -117,12 +116,8 @@ def wrap_reward_functions(
     return list(map(wrap, functions)), reports
 
 
-def start_scoring(function: Callable, arguments: dict, reports: Reports, group_size: int, config) -> Callable:
-    """Return a function that returns the points of a call: None: could not score; NaN: failed.
-
-    With reward_errors "none" a function that raises is called again for each group alone, so that the groups
-    on which it does not raise are scored.
-    """
+def start_scoring(function: Callable, arguments: dict, reports: Reports, config) -> Callable:
+    """Return a function that returns the points of a call: None: could not score; NaN: failed."""
     call, completions = start_call(function, arguments, reports), arguments["completions"]
 
     def points() -> list[float | None]:
@@ -131,18 +126,9 @@ def start_scoring(function: Callable, arguments: dict, reports: Reports, group_s
         except Exception as error:
             if config.reward_errors == "raise":
                 raise RewardError(error_message(function, error, completions)) from error
-            if isinstance(error, NoResult) or len(completions) == group_size:
-                words = str(error) if isinstance(error, NoResult) else in_one_line(error)
-                report = {"error": words, "completion": text_of(completions[0])}
-                reports.failures.append({"function": name_of(function)} | report)
-                return [math.nan] * len(completions)
-        found = []
-        for start in range(0, len(completions), group_size):
-            rows = slice(start, start + group_size)
-            part = {name: v[rows] if isinstance(v, list) else v for name, v in arguments.items()}
-            own = Reports(reports.extra[rows], reports.metrics, reports.failures)
-            found += start_scoring(function, part, own, group_size, config)()
-        return found
+            words = str(error) if isinstance(error, NoResult) else in_one_line(error)
+            reports.failures.append({"function": name_of(function), "error": words})
+            return [math.nan] * len(completions)
 
     return points
 
@@ -150,14 +136,13 @@ def start_scoring(function: Callable, arguments: dict, reports: Reports, group_s
 def start_call(function: Callable, arguments: dict, reports: Reports) -> Callable:
     """Return a function that returns the result of a call. An async function begins here, beside others.
 
-    Each call has lists of its own: what one changes in them, the others do not see. So have siblings.
+    Each call has lists of its own, of the same cells.
     """
     logs = {"log_extra": reports.log_extra, "log_metric": reports.log_metric}
     # Other examples have these columns.
     absent = dict.fromkeys(missing_columns(function, {*arguments}), [None] * len(arguments["completions"]))
     own = absent | accepted(function, arguments | logs)
-    lists = [name for name, value in own.items() if isinstance(value, list) and name != "environments"]
-    own |= {name: list(map(copy.deepcopy, own[name])) for name in lists}
+    own = {name: list(value) if isinstance(value, list) else value for name, value in own.items()}
 
     async def call_async():
         with exits_as_errors():                           # SystemExit would end the event loop

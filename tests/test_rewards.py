@@ -30,7 +30,11 @@ GOLD = "<reasoning>7+5=12 4+8+1=13</reasoning><answer>132</answer>"
     "text,truth,points",
     [
         (GOLD, "132", 1.0),
-        ("<answer>132</answer>", "132", 1.0),
+        ("a <answer> 132 </answer> b", "132", 1.0),
+        ("<answer>132", "132", 0.0),
+        ("</answer>132<answer>", "132", 0.0),
+        ("<answer><answer>132</answer></answer>", "132", 0.0),
+        ("<answer>131</answer><answer>132</answer>", "132", 0.0),
         ("<answer>$132.</answer>", "132", 1.0),
         ("<answer>Paris</answer>", "paris", 1.0),
         ("<answer>131</answer>", "132", 0.0),

@@ -164,11 +164,9 @@ def test_a_function_that_raises_is_one_line_or_unscored(folder, tmp_path, prompt
     with pytest.raises(RunError, match=r"^reward function strict raised ValueError: first line second line \(mine.py.*on 8 completions") as error:
         infer.main(argv)
     assert "\n" not in str(error.value)
-    (result,) = result_of(tmp_path, *argv, "--reward_errors", "none")["results"]
-    assert [problem["points"]["reward"] for problem in result["problems"]] == [[None if p == 2 else 1.0] for p in range(8)]
     (both,) = result_of(tmp_path, *argv, f"{tmp_path}/mine.py:length", "--reward_errors", "none")["results"]
-    assert [problem["points"]["reward"][0] is None for problem in both["problems"]] == [p == 2 for p in range(8)]
-    assert "reward/strict 1.000 points of 7, 1 completions unscored" in capsys.readouterr().out
+    assert [problem["points"]["reward"] for problem in both["problems"]] == [[None]] * 8
+    assert "reward/strict ? points of 0, 8 completions unscored" in capsys.readouterr().out
 
 
 def test_answers_are_evaluated_as_well_and_two_models_compared(folder, scripted, tmp_path, capsys):

@@ -218,7 +218,6 @@ def test_a_conversation_that_would_outgrow_the_limit_ends_before_the_answer(mode
     assert int(completion_lengths(rollout.completion_mask).max()) <= 60
     for messages, finished in zip(rollout.completions, rollout.finished.tolist()):
         assert len(messages) in (1, 3) and messages[-1]["role"] == "assistant" and not finished
-    assert not sample_conversations(model, tokenizer, settings, PROMPTS, lambda conversation: "x" * 100).finished.any()
 
 
 def test_an_enormous_message_is_cut_and_says_so(tokenizer, settings):
@@ -251,14 +250,15 @@ def test_an_environment_that_misbehaves_is_named_or_its_conversation_unscored(mo
     assert torch.equal(total.flatten().isnan(), failed)
 
 
-def test_the_environment_cannot_change_what_was_said(model, tokenizer, settings):
+def test_the_environment_cannot_change_what_was_said(tokenizer, settings):
     def vandal(conversation):
         conversation[-1]["content"] = "changed"
         conversation.clear()
         return "x"
 
-    polite = sample_conversations(model, tokenizer, settings, PROMPTS, lambda conversation: "x")
-    assert sample_conversations(model, tokenizer, settings, PROMPTS, vandal).completions == polite.completions
+    conversation = Conversation(tokenizer, "p", vandal, settings, [1])
+    conversation.environment_step("hello")
+    assert [message["content"] for message in conversation.messages] == ["p", "hello"]
 
 
 def test_points_of_turns_reach_reward_functions_and_are_added_up(model, tokenizer, settings):

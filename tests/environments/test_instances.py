@@ -115,10 +115,10 @@ def test_an_environment_of_trl_whose_reward_the_trainer_reads(tokenizer, setting
     assert [tool.__name__ for tool in tools_of(Parrot)] == ["echo"], "neither reset, get_reward nor close"
 
 
-def sample(model, tokenizer, config, cls, examples=None, seed=3):
+def sample(model, tokenizer, config, cls, seed=3):
     """A rollout in which every turn of the random model is a call of the only tool."""
     model.generation_config.eos_token_id = list(range(1, 90))
-    rows = examples or [{"prompt": prompt, "word": "w"} for prompt in PROMPTS[:2]]
+    rows = [{"prompt": prompt, "word": "w"} for prompt in PROMPTS[:2]]
     return sample_with_environment(make_engine("shared", model, tokenizer), cls, rows, config, seed=seed, num_completions=4)
 
 
@@ -159,7 +159,7 @@ def test_reward_functions_read_instances_before_they_are_closed(model, tokenizer
     assert all(each.closed for each in rollout.environments)
 
 
-def never(*_):
+def never():
     while True:
         pass
 
@@ -167,9 +167,7 @@ def never(*_):
 class Quiet:
     """What the bad environments change: in the fourth conversation of eight, at one place."""
 
-    born = 0
-    closed = 0
-    reward = 0.0
+    born = closed = reward = 0
 
     def __init__(self):
         Quiet.born += 1
@@ -185,8 +183,7 @@ class Quiet:
         Args:
             text: The words.
         """
-        result = self._misbehave("say")
-        return "x" if result is None else result
+        return self._misbehave("say") or "x"
 
     def close(self):
         Quiet.closed += 1
@@ -204,45 +201,32 @@ def throw(error):
     raise error
 
 
-OWN, NOTHING = {3}, set()                                 # the conversations that are lost
-BAD = {
-    "hangs when it is made": ("init", never, OWN, r"no result within 0.3 s \(--reward_timeout\)"),
-    "raises in reset": ("reset", lambda: throw(KeyError("x")), OWN, "raised KeyError: 'x'"),
-    "returns a number from reset": ("reset", lambda: 7, OWN, "reset returned 7, neither text nor None"),
-    "hangs in a tool": ("say", never, OWN, "no result within 0.3 s .*; after turn [12]"),
-    "gives no number": ("say", lambda: None, OWN, "gave nan points", {"reward": math.nan}),
-    "returns None from get_reward": ("x", None, set(range(8)), "float\\(\\) argument must be", {"get_reward": lambda self: None}),
-    "hangs in close": ("close", never, NOTHING, ""),
+BAD = {                         # and what is said about the lost conversation
+    "hangs when it is made": (bad("init", never), r"no result within 0.3 s \(--reward_timeout\)"),
+    "raises in reset": (bad("reset", lambda: throw(KeyError("x"))), "raised KeyError: 'x'"),
+    "returns a number from reset": (bad("reset", lambda: 7), "reset returned 7, neither text nor None"),
+    "hangs in a tool": (bad("say", never), "no result within 0.3 s .*; after turn [12]"),
+    "gives no number": (bad("x", None, reward=property(lambda self: math.nan if self.bad else 0.0)), "gave nan points"),
+    "hangs in close": (bad("close", never), ""),
 }
 
 
+@pytest.mark.parametrize("errors", ["none", "raise"])
 @pytest.mark.parametrize("name", BAD)
-def test_a_bad_environment_costs_its_own_conversation(model, tokenizer, settings, name):
-    place, deed, lost, message, *members = BAD[name]
-    cls = bad(place, deed)
-    for key, value in (members[0] if members else {}).items():
-        if key == "reward":                               # of the fourth one alone
-            value = property(lambda self, value=value: value if self.bad else 0.0)
-        setattr(cls, key, value)
-    examples = [{"prompt": prompt} for prompt in PROMPTS[:2]]
-    config = replace(settings, reward_timeout=0.3, reward_errors="none")
-    for errors in "none", "raise":
-        Quiet.born, Quiet.closed, start = 0, 0, time.monotonic()
-        config = replace(config, reward_errors=errors)
-        with closing_environments():
-            if errors == "raise" and lost:
-                with pytest.raises(RunError, match=message) as error:
-                    sample(model, tokenizer, config, cls, examples)
-                assert len(str(error.value).splitlines()) == 1
-            else:
-                rollout = sample(model, tokenizer, config, cls, examples)
-                found = rollout.turn_points.isnan().any(dim=1).nonzero().flatten().tolist()
-                assert set(found) == lost, name
-                total, _ = call_and_score([environment, lambda environments, **_: [getattr(each, "closed", 0) for each in environments]], [1.0, 1.0], rollout, examples) \
-                    if len(lost) < 8 else (torch.full((8,), math.nan), None)
-                assert set(total.flatten().isnan().nonzero().flatten().tolist()) == lost, "siblings are scored"
-        assert time.monotonic() - start < 10
-        assert Quiet.closed == 8 - (place == "init"), "each that was made is closed, once"
+def test_a_bad_environment_costs_its_own_conversation(model, tokenizer, settings, name, errors):
+    cls, message = BAD[name]
+    Quiet.born, Quiet.closed, start = 0, 0, time.monotonic()
+    config = replace(settings, reward_timeout=0.3, reward_errors=errors)
+    with closing_environments():
+        if errors == "raise" and message:
+            with pytest.raises(RunError, match=message) as error:
+                sample(model, tokenizer, config, cls)
+            assert len(str(error.value).splitlines()) == 1
+        else:
+            rollout = sample(model, tokenizer, config, cls)
+            assert rollout.turn_points.isnan().any(dim=1).nonzero().flatten().tolist() == [3] * bool(message)
+    assert time.monotonic() - start < 10
+    assert Quiet.closed == 8 - (cls.place == "init"), "each that was made is closed, once"
 
 
 @pytest.mark.parametrize("members,message", [
@@ -259,13 +243,11 @@ def test_a_class_that_cannot_be_an_environment_is_one_line_at_the_start(members,
 
 
 def test_different_beginnings_of_a_group_end_the_run(model, tokenizer, settings):
-    numbers = itertools.count()
+    numbers, Quiet.closed = itertools.count(), 0
     cls = bad("x", None, reset=lambda self, **columns: f"{next(numbers)}")
-    for errors in "raise", "none":
-        Quiet.closed = 0
-        with pytest.raises(RunError, match=r"reset returned '.*' and '.*' for one prompt; let them depend on columns"), closing_environments():
-            sample(model, tokenizer, replace(settings, reward_errors=errors), cls, examples=[{"prompt": "p"}, {"prompt": "q"}])
-        assert Quiet.closed == 4
+    with pytest.raises(RunError, match=r"reset returned '.*' and '.*' for one prompt; let them depend on columns"), closing_environments():
+        sample(model, tokenizer, replace(settings, reward_errors="none"), cls)
+    assert Quiet.closed == 4
 
 
 def test_instances_are_closed_after_ctrl_c_and_a_crash(model, tokenizer, settings):

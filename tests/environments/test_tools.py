@@ -25,81 +25,64 @@ def test_what_is_no_arithmetic_is_told_to_the_model_and_harms_nobody(expression)
     assert answer.startswith("error: ") and len(answer) < 200 and "\n" not in answer
 
 
-def test_tool_calls_are_found_in_the_formats_of_models_and_answered():
-    def fails(**arguments):
-        raise KeyError
+CALL = '<tool_call>\n{"name": "calculate", "arguments": {"expression": "%s"}}\n</tool_call>'
 
-    tools = {"calculate": calculate, "fails": fails, "silent": lambda: " \n"}
-    call = '<tool_call>\n{"name": "calculate", "arguments": {"expression": "%s"}}\n</tool_call>'
-    assert run_calls("I need 47+85. " + call % "47+85", tools) == ["132"]
-    assert run_calls(call % "1+1" + "\n" + call % "2+2", tools) == ["2", "4"]
-    assert run_calls((call % "1+1").removesuffix("\n</tool_call>"), tools) == ["2"], "the end was its stop token"
-    assert run_calls("so: calculate(3*(4+5))", tools) == ["27"]
-    for mention in "With calculate(x) I get", "calculate( adds.", "calculate() or fails():":
-        assert run_calls(f"{mention} calculate(3*(4+5))", tools) == ["27"], mention
-    assert run_calls("calculate(1)) calculate(2", tools) == []
-    def take(count: int):
-        return f"{count + 1} left"
 
-    def pay(amount: float):
-        return amount + 1
+def weather(city: str, unit: "str | None" = "C"):
+    return f"{city} {unit}"
 
-    def name(text: "str | None" = None):
-        return repr(text)
 
-    for text, result in ("calculate('1+1')", "2"), ('calculate("1+1")', "2"), ("take(2)", "3 left"), ("take(two)", "error: can only concatenate"), ("calculate(7)", "7"), (
-            "pay(5)", "6"), ("pay(0.5)", "1.5"), ("name(5)", "'5'"), ("silent(5)", "error"):
-        assert run_calls(text, tools | {"take": take, "pay": pay, "name": name})[0].startswith(result), text
-    for text in "the answer is 132", "calculated(1+1)", "calculate(1+1) is 2":
-        assert run_calls(text, tools) == []
-    for text, problem in {
-        "<tool_call>{broken</tool_call>": "not {", "<tool_call>[1]</tool_call>": "not {", "<tool_call></tool_call>": "not {",
-        '<tool_call>{"name": "search", "arguments": {}}</tool_call>': 'not {"name": "calculate|fails|silent"',
-        '<tool_call>{"name": [], "arguments": {}}</tool_call>': "error", '<tool_call>{"name": "fails", "arguments": [1]}</tool_call>': "not {",
-        '<tool_call>{"name": "calculate", "arguments": {"x": 1}}</tool_call>': "unexpected keyword",
-        '<tool_call>{"name": "fails", "arguments": {"a": 1}}</tool_call>': "KeyError", "fails(1)": "takes 0 positional",
-    }.items():
-        (answer,) = run_calls(text, tools)
-        assert answer.startswith("error: ") and problem in answer, answer
-    assert run_calls("silent" + "<tool_call>" + '{"name": "silent", "arguments": {}}', tools) == ["(nothing)"]
+def look(city: str):
+    return city.strip()
+
+
+def multiply(a: int, b: int):
+    return a * b
+
+
+def fails(**arguments):
+    raise KeyError
+
+
+TOOLS = dict(
+    calculate=calculate, weather=weather, look=look, multiply=multiply, fails=fails, silent=lambda: " \n", echo=lambda n="none": n)
+
+
+@pytest.mark.parametrize("text,results", [
+    # As Hermes and Qwen write them: the arguments may be text, or missing, and Llama calls them parameters.
+    ("I need 47+85. " + CALL % "47+85", ["132"]), (CALL % "1+1" + "\n" + CALL % "2+2", ["2", "4"]),
+    ((CALL % "1+1").removesuffix("\n</tool_call>"), ["2"]),                   # the end was its stop token
+    *((f'<tool_call>{{"name": "echo"{rest}}}</tool_call>', [result]) for rest, result in [
+        ("", "none"), (', "arguments": null', "none"), (', "arguments": " "', "none"), (', "arguments": {}', "none"),
+        (', "arguments": "{\\"n\\": 3}"', "3"), (', "arguments": "null"', "none"), (', "parameters": {"n": 3}', "3"),
+        (', "arguments": "n=3"', "error: not {"), (', "arguments": 3', "error: not {"),
+    ]),
+    ("silent" + "<tool_call>" + '{"name": "silent", "arguments": {}}', ["(nothing)"]),
+    ("<tool_call>{broken</tool_call>", ["error: not {"]), ("<tool_call>[1]</tool_call>", ["error: not {"]), ("<tool_call></tool_call>", ["error: not {"]),
+    ('<tool_call>{"name": "search", "arguments": {}}</tool_call>', ['error: not {"name": "calculate|weather|']),
+    ('<tool_call>{"name": [], "arguments": {}}</tool_call>', ["error: "]), ('<tool_call>{"name": "fails", "arguments": [1]}</tool_call>', ["error: not {"]),
+    ('<tool_call>{"name": "fails", "arguments": {"a": 1}}</tool_call>', ["error: KeyError"]),
+    ('<tool_call>{"name": "calculate", "arguments": {"x": 1}}</tool_call>', ["error: calculate() got an unexpected keyword"]),
+    # At the end of a message.
+    ("so: calculate(3*(4+5))", ["27"]), ("With calculate(x) I get calculate(3*(4+5)) ", ["27"]), ("calculate('1+1')", ["2"]), ("calculate(7)", ["7"]),
+    ("calculate(1)) calculate(2", []), ("the answer is 132", []), ("calculated(1+1)", []), ("calculate(1+1) is 2", []),
+    ("look(Oslo, Norway)", ["Oslo, Norway"]), ("look(5)", ["5"]), ("look(x = 1; print(x))", ["x = 1; print(x)"]), ("look(city='Oslo')", ["Oslo"]),
+    ('look("Oslo", "F")', ["error: "]), ('look(__import__("os").getcwd())', ['__import__("os").getcwd()']),
+    ('weather("Oslo", "F")', ["Oslo F"]), ('weather(unit="F", city="Rome")', ["Rome F"]), ("weather(Oslo)", ["error: not weather(city=..., unit=...)"]),
+    ("weather(**{'city': 'Oslo'})", ["error: "]), ('weather(town="Oslo")', ["error: "]), ("multiply(3, b=-4)", ["-12"]), ("multiply(3)", ["error: "]),
+    ("silent()", ["(nothing)"]), ("silent(5)", ["error: "]),
+])
+def test_tool_calls_are_found_and_answered(text, results):
+    found = run_calls(text, TOOLS)
+    assert len(found) == len(results)
+    for answer, result in zip(found, results):
+        assert answer.startswith(result) if result.startswith("error: ") else answer == result
+
+
+def test_a_message_without_a_call_ends_the_conversation():
     respond = load_environment("calculator")
     assert respond([{"role": "assistant", "content": "calculate(1+1)"}]) == {"role": "tool", "content": "2"}
     assert respond([{"role": "assistant", "content": "it is 2"}]) is None
-
-
-@pytest.mark.parametrize("call,result", [
-    ('weather(city="Oslo")', "Oslo C"), ('weather("Oslo", "F")', "Oslo F"), ("weather(Oslo, unit=F)", "Oslo F"),
-    ('weather(unit="F", city=5)', "5 F"), ("weather(New York)", "New York C"), ("weather(New York, F)", "error: not weather(city=..., unit=...)"),
-    ("weather(**{'city': 'Oslo'})", "error: "), ('weather(town="Oslo")', "error: "),
-    ('look("Oslo", "F")', "error: "), ("look(Oslo, Norway)", "Oslo, Norway"), ("look(city=New York)", "error: not look(city=...)"),
-    ("look(x = 1; print(x))", "x = 1; print(x)"), ("look(city=5)", "5"), ("look(1)(2)", "1)(2"), ("look(look(Oslo))", "look(Oslo)"), ('look("how is look(x)?")', "how is look(x)?"),
-    ("multiply(3, 4)", "12"), ("multiply(b=-4, a=3)", "-12"), ("multiply(\n  3,\n  b=4,\n)", "12"), ("multiply(3)", "error: "), ("add(1, 2, 3)", "6"),
-    ("switch(on=false)", "False"), ("switch(True)", "True"), ("ping()", "pong"), ("ping(1)", "error: "),
-    ('look(__import__("os").getcwd())', '__import__("os").getcwd()'),
-])
-def test_arguments_are_those_of_the_call_by_position_or_by_name(call, result):
-    def weather(city: str, unit: "str | None" = "C"):
-        return f"{city} {unit}"
-
-    def look(city: str):
-        return city.strip()
-
-    def multiply(a: int, b: int):
-        return a * b
-
-    functions = dict(weather=weather, look=look, multiply=multiply, add=lambda *n: sum(n), switch=lambda on: repr(on), ping=lambda: "pong")
-    (found,) = run_calls("so: " + call, functions)
-    assert found.startswith(result) if result.startswith("error: ") else found == result
-
-
-@pytest.mark.parametrize("rest,result", [
-    ("", "none"), (', "arguments": null', "none"), (', "arguments": ""', "none"), (', "arguments": " "', "none"), (', "arguments": {}', "none"),
-    (', "arguments": "{\\"n\\": 3}"', "3"), (', "arguments": "null"', "none"), (', "parameters": {"n": 3}', "3"),
-    (', "arguments": "n=3"', "error: not {"), (', "arguments": 3', "error: not {"),
-])
-def test_arguments_in_json_may_be_missing_or_text(rest, result):
-    (found,) = run_calls(f'<tool_call>{{"name": "ping"{rest}}}</tool_call>', {"ping": lambda n="none": n})
-    assert found.startswith(result)
 
 
 def test_python_runs_in_the_sandbox_and_is_refused_where_nothing_can_be_contained(monkeypatch):

@@ -1,8 +1,6 @@
 """
-Reward functions with the signatures and the habits of published ones, with bodies of our own.
-
-The data has the columns prompt (chat messages), question, solution, answer, task, verification_info, data_source and
-extra_info.
+Reward functions with the signatures and the habits of published ones, with bodies of our own. The data has the columns
+prompt (chat messages), question, solution, answer, task, verification_info, data_source and extra_info.
 """
 
 import asyncio
@@ -10,46 +8,40 @@ import re
 import signal
 import threading
 
-CALLS = []                      # what some of them saw, for the test
 
-
-# TRL's documentation, "Using a custom reward function": of token ids, without completions.
+# TRL's documentation: of token ids, without completions.
 def reward_of_ids(completion_ids, **kwargs):
     return [float(len(ids)) for ids in completion_ids]
 
 
 # TRL's documentation: a column of the data under its own name, and chat messages.
 def reward_of_column(prompts, completions, solution, **kwargs):
-    contents = [completion[0]["content"] for completion in completions]
-    return [1.0 if truth in content else 0.0 for content, truth in zip(contents, solution, strict=True)]
+    return [1.0 if truth in completion[0]["content"] else 0.0 for completion, truth in zip(completions, solution, strict=True)]
 
 
 # TRL's documentation, "Multi-task reward functions": None for the other task.
 def reward_of_sums(prompts, completions, task, **kwargs):
-    return [float("4" in c[0]["content"]) if kind == "sum" else None for c, kind in zip(completions, task, strict=True)]
+    return [float("7" in c[0]["content"]) if kind == "sum" else None for c, kind in zip(completions, task, strict=True)]
 
 
 # TRL's documentation: asynchronous, such as a request for each completion.
 async def reward_by_request(prompts, completions, **kwargs):
     async def request(prompt, completion):
         await asyncio.sleep(0.01)
-        return 1 / (1 + len(prompt[-1]["content"]) + len(completion[0]["content"]))
+        return len(prompt[-1]["content"]) + len(completion[0]["content"])
 
     return await asyncio.gather(*map(request, prompts, completions))
 
 
 # TRL's documentation: trainer_state, log_extra and log_metric.
 def reward_with_schedule(completions, solution, trainer_state=None, log_extra=None, log_metric=None, **kwargs):
-    hits = [truth in c[0]["content"] for c, truth in zip(completions, solution, strict=True)]
-    if log_extra:
-        log_extra("gold", solution)
-    if log_metric:
-        log_metric("hit_rate", sum(hits) / len(hits))
-    return [hit * (1 - trainer_state.global_step / trainer_state.max_steps) for hit in hits]
+    log_extra("gold", solution)
+    log_metric("rest", 1 - trainer_state.global_step / trainer_state.max_steps)
+    return [1 - trainer_state.global_step / trainer_state.max_steps for _ in completions]
 
 
-# open-r1, src/open_r1/rewards.py, accuracy_reward: the completion as messages, None where the gold cannot be parsed; and a
-# time limit by signal.alarm around the comparison, as math-verify's verify has by default.
+# open-r1, accuracy_reward: None where the gold cannot be parsed, and a time limit by signal.alarm around the comparison,
+# as math-verify's verify has by default.
 def accuracy_reward(completions: list[list[dict[str, str]]], solution: list[str], **kwargs) -> list[float | None]:
     def expire(number, frame):
         raise TimeoutError
@@ -72,7 +64,7 @@ def accuracy_reward(completions: list[list[dict[str, str]]], solution: list[str]
 def code_reward(completions, num_parallel: int = 2, provider_type: str = "local", enforce_same_language=False, **kwargs):
     async def run(completion, info):
         await asyncio.sleep(0)
-        return float(len(info["test_cases"]["inputs"]) == num_parallel) + (info["language"] in completion[0]["content"])
+        return float(len(info["inputs"]) == num_parallel) + (info["language"] in completion[0]["content"])
 
     async def run_all():
         return list(await asyncio.gather(*map(run, completions, kwargs["verification_info"])))
@@ -89,21 +81,15 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kw
     if data_source != "openai/gsm8k":
         raise NotImplementedError(data_source)
     found = re.findall(r"#### (\-?[0-9\.\,]+)", solution_str)
-    return {"score": float(found[-1:] == [ground_truth]), "acc": ground_truth in solution_str, "index": extra_info["index"]}
+    return {"score": float(found[-1:] == [ground_truth]), "index": extra_info["index"]}
 
 
 # ms-swift's ORM: a class with __call__.
-class ORM:
-    def __call__(self, completions, **kwargs) -> list[float]:
-        raise NotImplementedError
-
-
-class BrevityORM(ORM):
+class BrevityORM:
     def __init__(self):
-        self.lock, self.limit = threading.Lock(), 20
+        self.lock = threading.Lock()
 
     def __call__(self, completions, solution, question, **kwargs) -> list[float]:
         with self.lock:
-            CALLS.append({"solution": solution, "question": question})
-        texts = [c[0]["content"] if isinstance(c, list) else c for c in completions]
-        return [max(0.0, 1 - len(text) / self.limit) for text in texts]
+            assert solution[0] == "7" and question[0] == "6+1=?"
+        return [-len(c[0]["content"] if isinstance(c, list) else c) for c in completions]

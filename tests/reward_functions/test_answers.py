@@ -1,20 +1,29 @@
-"""Which part of a completion is read, and what a cell of the data is."""
+"""
+Which part of a completion is read, what a cell of the data is, and which answers are equal: spellings.json has rows of
+[answer, truth, verdicts of math-verify 0.9.0, of math_equality and of correctness, why the first two differ].
+"""
 
+import json
 import math
+from pathlib import Path
 
 import pytest
+from test_rewards import needs_math_verify
 
+import reward_functions
 import rewards
 from reward_functions import answers
 
+SPELLINGS = json.loads((Path(__file__).parent / "spellings.json").read_text(encoding="utf-8"))
 
-@pytest.mark.parametrize("text,answer", [
-    ("a <answer> 18 </answer> b", "18"), ("<answer>18</answer>\n", "18"), ("<answer> </answer>", None), ("<answer>18", None), ("18</answer>", None),
-    ("</answer><answer>18", None), ("</answer>18<answer>", None), ("</answer> <answer>18</answer>", None), ("<answer>18</answer><answer>", None),
-    ("<answer><answer>18</answer></answer>", None), ("<answer>17</answer><answer>18</answer>", None), ("18", None), ("", None),
-])
-def test_the_answer_is_between_the_only_pair_of_tags_in_their_order(text, answer):
-    assert rewards.extract_answer(text) == answer
+
+@pytest.mark.parametrize("name,column", [("correctness", 4), pytest.param("math_equality", 3, marks=needs_math_verify)])
+def test_spellings_have_the_verdicts_of_the_table_and_any_answer_of_a_list_may_be_given(name, column):
+    function = getattr(reward_functions, name)
+    verdicts = function([f"<answer>{row[0]}</answer>" for row in SPELLINGS], answer=[row[1] for row in SPELLINGS])
+    assert [row for row, verdict in zip(SPELLINGS, verdicts, strict=True) if bool(verdict) != row[column]] == []
+    texts = [f"<answer>{text}</answer>" for text in ("Paris", "2.0", "3", "1", "1")]
+    assert function(texts, answer=[["Rome", "paris"], ["1", 2], [1, 2], [], None]) == [1.0, 1.0, 0.0, 0.0, None]
 
 
 @pytest.mark.parametrize("value,texts", [
@@ -23,12 +32,6 @@ def test_the_answer_is_between_the_only_pair_of_tags_in_their_order(text, answer
 ])
 def test_a_single_value_is_a_list_of_one_and_a_missing_one_none(value, texts):
     assert answers.as_texts(value) == texts and rewards.is_missing(value) == (texts == [] and value != [])
-
-
-def test_a_missing_truth_is_no_answer_and_a_missing_value_no_score():
-    assert not any(rewards.same_answer(given, truth) for given in ("nan", "None", "") for truth in (None, math.nan, "nan", " ", [math.nan, None]))
-    assert rewards.same_answer("nan", "NaN") and rewards.same_answer("None", "none"), "texts, as in a question about a language"
-    assert rewards.score_each(lambda text, a, b: 1.0, ["x"] * 4, [1, None, 1, "nan"], [0, 1, math.nan, 1]) == [1.0, None, None, None]
 
 
 @pytest.mark.parametrize("text,content", [

@@ -3,7 +3,6 @@
 import pytest
 
 import reward_functions
-from reward_functions.arithmetic import exact_value
 
 
 @pytest.mark.parametrize("answer,points", [
@@ -42,10 +41,6 @@ def test_numbers_and_target_are_not_rounded_and_a_single_number_is_a_list(answer
 
 
 def test_countdown_counts_in_fractions_and_wants_one_tagged_answer():
-    texts = ["<answer>8/(3-8/3)</answer>", "8/(3-8/3)", "<answer>8/(3-8/3)</answer>" * 2, ""]
-    assert reward_functions.countdown(texts, numbers=[[3, 8, 3, 8]] * 4, target=[24] * 4) == [1.0, 0.0, 0.0, 0.0]
-    assert reward_functions.countdown(texts[:2], numbers=[None, [3]], target=[24, None]) == [None, None]
-    assert reward_functions.countdown(texts[:1] * 2, numbers=[[3, 8, 3, 8], "nan"], target=[float("nan"), 24]) == [None, None]
-    third = "<answer>1/3*3</answer>"
-    assert reward_functions.countdown([third], numbers=[[1, 3, 3]], target=[1]) == [1.0]
-    assert exact_value("10/4") == (5 / 2, [10, 4]) and exact_value("1/0") == (None, [1, 0])
+    texts = ["<answer>8/(3-8/3)</answer>", "8/(3-8/3)", "<answer>8/(3-8/3)</answer>" * 2]
+    assert reward_functions.countdown(texts, numbers=[[3, 8, 3, 8]] * 3, target=[24] * 3) == [1.0, 0.0, 0.0]
+    assert reward_functions.countdown(texts, numbers=[None, [3], "nan"], target=[24, float("nan"), 24]) == [None] * 3

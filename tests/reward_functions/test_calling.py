@@ -1,17 +1,40 @@
-"""Arguments of reward functions, functions that fail or hang, and return values that are no points."""
+"""What reward functions get by name, what they return and log, async functions, failures and the time limit."""
 
+import asyncio
+import contextlib
 import importlib.util
 import json
 import math
+import re
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
+from conftest import made_up_rollout, start_run
 from test_rewards import EXAMPLES, call_and_score, length, rollout_of
 
+from config import GRPOConfig
+from experience import Groups, shape_rewards
 from reward_functions.calling import Reports, RewardError
 from reward_functions.loading import load_reward_function
+from runs.folder import read_jsonl
+from runs.groups import join, select
 from sources import load_examples
+from train import grpo_training_step
+
+
+def score(function, *texts, examples=EXAMPLES, **options):
+    """Points (P, G) of one function as lists."""
+    total, _ = call_and_score([load_reward_function(function)], [1.0], rollout_of(*texts), examples, **options)
+    return total.tolist()
+
+
+# ---- what is passed ------------------------------------------------------------------------------------------
+
 
 OF_TRL = """
 from trl.rewards import accuracy_reward, reasoning_accuracy_reward, think_format_reward
@@ -47,63 +70,79 @@ def test_reward_functions_of_trl_run_unchanged(name, tmp_path):
     torch.testing.assert_close(total[0].tolist(), TRLS_POINTS[name])
 
 
-def test_completions_of_conversations_are_messages_as_in_trl_and_reserved_columns_stay_out():
-    def as_in_trl(completions, **columns):
-        assert set(columns) == {"prompts", "completion_ids", "trainer_state", "log_extra", "log_metric"}
-        assert columns["trainer_state"].global_step == 0
-        return [float(len(completion[0]["content"])) for completion in completions]
-
-    example = {"prompt": [{"role": "user", "content": "hi"}], "completion": "gold", "completions": ["x"], "prompts": 1, "trainer_state": 5}
-    total, _ = call_and_score([as_in_trl], [1.0], rollout_of("a", "bb"), [example])
-    assert total.tolist() == [[1.0, 2.0]]
-
-
-def test_a_reward_function_gets_every_column_repeated_for_siblings_and_never_the_demonstration():
+def test_a_function_gets_every_column_repeated_for_siblings_in_lists_of_its_own_and_never_the_demonstration():
     seen = {}
 
-    def spy(completions, prompts, prompt_ids, completion_ids, trainer_state, log_extra, log_metric, **columns):
-        seen.update(columns, completions=completions, prompts=prompts, prompt_ids=prompt_ids, completion_ids=completion_ids)
+    def clears(completions, prompts, **columns):
+        completions.clear(), prompts.clear(), columns["answer"].clear()
+        return [1.0] * 4
+
+    def spy(completions, prompts, prompt_ids, completion_ids, sampling_logp, trainer_state, log_extra, log_metric, tests, hint="-", **columns):
+        seen.update(columns, completions=completions, prompts=prompts, prompt_ids=prompt_ids, completion_ids=completion_ids, tests=tests, hint=hint)
         return [0.0] * 4
 
-    call_and_score([spy], [1.0], rollout_of("a", "b", "c", "d"), EXAMPLES)
+    examples = [EXAMPLES[0] | {"completions": ["x"], "prompts": 1, "trainer_state": 5}, EXAMPLES[1]]
+    call_and_score([clears, spy], [1.0, 1.0], rollout_of("a", "b", "c", "d"), examples)
     assert seen == {
         "completions": ["a", "b", "c", "d"], "prompts": ["p", "p", "q", "q"],
         "prompt_ids": [[7], [7], [8, 9], [8, 9]], "completion_ids": [[0, 1], [3, 4], [6, 7], [9, 10]],
-        "answer": ["1", "1", "2", "2"], "level": [None, None, 3, 3],
+        "answer": ["1", "1", "2", "2"], "level": [None, None, 3, 3], "tests": [None] * 4, "hint": "-",
     }
 
 
-def test_a_column_that_only_other_examples_have_is_none():
+def test_any_column_is_passed_to_a_function_that_takes_all_but_those_that_only_a_name_gets():
+    def as_in_trl(completions, **columns):
+        assert set(columns) == {"prompts", "completion_ids", "trainer_state", "log_extra", "log_metric", "answer"}
+        assert columns["trainer_state"].global_step == 0
+        return [float(len(completion[0]["content"])) for completion in completions]
+
+    example = {"prompt": [{"role": "user", "content": "hi"}], "completion": "gold", "answer": "1"}
+    assert score(as_in_trl, "a", "bb", examples=[example]) == [[1.0, 2.0]], "messages, as the prompt"
+
+
+@pytest.mark.parametrize("annotation", ["list[list[int]]", "typing.List[typing.List[int]]"])
+def test_completions_annotated_as_token_ids_are_token_ids(annotation):
+    names = {}
+    exec(f"import typing\ndef f(completions: {annotation}):\n    return [float(sum(c)) for c in completions]", names)
+    assert score(names["f"], *"abcd") == [[1.0, 7.0], [13.0, 19.0]]
+    exec("def g(completions: list[str], **columns):\n    return [float(len(c)) for c in completions]", names)
+    assert score(names["g"], *"abcd") == [[1.0, 1.0], [1.0, 1.0]]
+
+
+def test_a_column_that_is_called_solution_is_not_replaced_by_the_answer():
+    def asked(completions, solution, **columns):
+        return [float(text == solution[0]) for text in completions]
+
+    for columns, points in ({"answer": "a"}, [1.0, 0.0]), ({"answer": "a", "solution": "b"}, [0.0, 1.0]):
+        assert score(asked, "a", "b", examples=[{"prompt": "p"} | columns]) == [points]
+
+
+def test_trainer_state_counts_the_steps_of_grpo(tmp_path):
     seen = []
 
-    def needs(completions, tests, hint="-"):
-        seen.append((tests, hint))
-        return [0.0] * 4
+    def spy(completions, trainer_state, **kwargs):
+        seen.append(trainer_state)
+        return [float(len(c)) for c in completions]
 
-    call_and_score([needs], [1.0], rollout_of("a", "b", "c", "d"), EXAMPLES)
-    assert seen == [([None] * 4, "-")]
+    run = start_run(tmp_path, "--use_grpo", "--cold_start_steps", "3")
+    run.reward_functions = [spy, *run.reward_functions[1:]]
+    run.progress.phase_step = 7
+    grpo_training_step(run, next(run.batches))
+    assert vars(seen[0]) == {"global_step": 7, "max_steps": 10, "epoch": 4 / len(run.train_set)}
+    run.progress.phase = 0
+    assert run.trainer_state.global_step == 0, "not the steps of the cold start"
 
 
-def test_a_function_may_return_a_dict_for_some_and_a_number_for_others():
-    def mixed(completions):
-        return [{"score": 1.0, "size": np.float32(3)}, 0.0, None, 2.0]
-
-    reports = Reports()
-    scores, _ = call_and_score([mixed], [1.0], rollout_of("a", "b", "c", "d"), EXAMPLES, reports=reports)
-    assert scores[0].tolist() == [1.0, 0.0] and scores[1].isnan().tolist() == [True, False]
-    assert reports.means()["reward/mixed/size"] == 3.0
+# ---- what is returned and logged -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("points,returned", [
     (None, "None; return a list with one number (or None) for each of the 4 completions"),
-    ((1.0 for _ in range(4)), "<generator object"),
-    ({"a": [1.0] * 4}, "{'a': [1.0, 1.0, 1.0, 1.0]}; return a list"),
     ([{"a": 1.0}] * 4, "None; return a list"),
     (torch.tensor(1.0), "tensor(1.); return a list"),
     ([1.0], "1 values for 4 completions; return a list"),
     (["good"] * 4, "['good', 'good', 'good', 'good']; return a list"),
     ([1.0, -math.inf, 1.0, 1.0], "infinite or over"),
-    ([1e16] * 4, "infinite or over 1e+15 points"),
     ([10**400] * 4, "[100000"),
 ])
 def test_what_is_no_list_of_points_is_shown(points, returned):
@@ -117,7 +156,7 @@ def test_what_is_no_list_of_points_is_shown(points, returned):
     assert f"it returned {returned}" in said and "raised" not in said, said
     call_and_score([function], [1.0], rollout, EXAMPLES, on_error="none", reports=reports)
     (failure,) = reports.failures
-    assert f"it returned {returned}" in failure["error"] and failure["completion"] == "a"
+    assert f"it returned {returned}" in failure["error"]
 
 
 @pytest.mark.parametrize("kind", [list, tuple, torch.tensor, lambda points: torch.tensor(points).numpy()])
@@ -131,51 +170,8 @@ def test_points_may_be_a_list_a_tuple_a_tensor_or_an_array(kind):
     assert total.tolist() == [[2.0, 3.0], [1.0, 1.0]], "NaN is None: for all siblings, the function does not apply"
 
 
-def test_a_column_that_is_called_solution_is_not_replaced_by_the_answer():
-    def asked(completions, solution, **columns):
-        return [float(text == solution[0]) for text in completions]
-
-    for columns, points in ({"answer": "a"}, [1.0, 0.0]), ({"answer": "a", "solution": "b"}, [0.0, 1.0]):
-        total, _ = call_and_score([asked], [1.0], rollout_of("a", "b"), [{"prompt": "p"} | columns])
-        assert total.tolist() == [points]
-
-
-def test_each_function_has_lists_of_its_own():
-    def shouts(completions, names, **columns):
-        for row in range(len(completions)):
-            completions[row] = "x"
-            names[row].append("y")
-        assert names == [["a", "y"], ["a", "y"], ["y"], ["y"]], "nor are those of siblings the same"
-        return [1.0] * len(completions)
-
-    def sees(completions, names, prompts, **columns):
-        seen.append((list(completions), [list(row) for row in names]))
-        prompts.clear()
-        return [float(len(c)) for c in completions]
-
-    seen, examples = [], [{"prompt": "p", "names": ["a"]}, {"prompt": "q", "names": []}]
-    for _ in range(2):                                    # the examples of the data stay too
-        total, _ = call_and_score([shouts, sees], [1.0, 1.0], rollout_of("aaa", "bb", "c", "dddd"), examples)
-        assert total.tolist() == [[4.0, 3.0], [2.0, 5.0]]
-    assert seen == [(["aaa", "bb", "c", "dddd"], [["a"], ["a"], [], []])] * 2 and examples[0] == {"prompt": "p", "names": ["a"]}
-
-
-@pytest.mark.parametrize("error", ["SystemExit(0)", "asyncio.CancelledError()"])
-@pytest.mark.parametrize("kind", ["def", "async def"])
-def test_what_would_end_the_program_is_an_error_of_the_function(kind, error):
-    names = {}
-    exec(f"import asyncio\n{kind} leaves(completions, **columns):\n    if 'c' in completions:\n        raise {error}\n    return [1.0] * len(completions)", names)
-    for timeout in 0.0, 20.0:
-        with pytest.raises(RewardError, match=r"leaves raised (RuntimeError|CancelledError): .* \(<string>, line 4\); on 4 completions"):
-            call_and_score([names["leaves"]], [1.0], rollout_of("a", "b", "c", "d"), EXAMPLES, timeout=timeout)
-    reports = Reports()
-    points, _ = call_and_score(
-        [names["leaves"], length], [1.0, 1.0], rollout_of("a", "b", "c", "d"), EXAMPLES, on_error="none", reports=reports)
-    assert points[0].tolist() == [2.0, 2.0] and points[1].isnan().all() and len(reports.failures) >= 1
-
-
 @pytest.mark.parametrize("returned,points,form", [
-    ([{"score": 1.0, "form": 1.0}, {"score": 2}, None, {"score": True, "form": 0.0}], [1.0, 2.0, None, 1.0], [1, None, None, 0]),
+    ([{"score": 1.0, "form": np.float32(3)}, 0.0, None, {"score": True, "form": 0.0}], [1.0, 0.0, None, 1.0], [3, None, None, 0]),
     ([{"score": 1.0, "form": 2.0}, {"form": 7.0}, {"score": 3.0}, None], [1.0, None, 3.0, None], [2, 7, None, None]),
 ])
 def test_several_outputs_are_logged_each_and_their_score_counts(returned, points, form):
@@ -188,3 +184,175 @@ def test_several_outputs_are_logged_each_and_their_score_counts(returned, points
     numbers = [value for value in form if value is not None]
     assert [row["outputs/form"] for row in reports.extra] == form
     assert reports.means()["reward/outputs/form"] == pytest.approx(sum(numbers) / len(numbers))
+
+
+def test_logged_values_reach_metrics_and_records_of_a_step_and_an_evaluation(tmp_path):
+    def logging(completions, log_extra, log_metric, **kwargs):
+        log_extra("first", [c[:1] for c in completions])
+        log_extra("tensor", torch.arange(len(completions)))
+        log_extra("object", [{1}] * len(completions))
+        for value in 1.0, 2.0:
+            log_metric("spread", torch.tensor(value))
+        log_metric("grad_norm", -5.0)
+        log_metric("step", -5.0)
+        return [float(len(c)) for c in completions]
+
+    run = start_run(tmp_path, "--use_grpo", "--cold_start_steps", "0", "--eval_limit", "4")
+    run.reward_functions = [logging, *run.reward_functions[1:]]
+    run.folder.open(0, {})
+    metrics, experience = grpo_training_step(run, next(run.batches))
+    run.log_step(metrics | {"skipped": 0}, experience)
+    run.log_evaluation()
+    step, evaluation = read_jsonl(run.folder.path / "metrics.jsonl")
+    assert step["spread"] == 1.5 and evaluation["eval_spread"] == 1.5
+    assert step["grad_norm"] > 0 and step["step"] == run.progress.step, "our own metrics have precedence"
+    records = read_jsonl(run.folder.path / "rollouts.jsonl")
+    assert [r["extra"] for r in records] == [{"first": r["completion"][:1], "tensor": i, "object": "{1}"} for i, r in enumerate(records)]
+
+
+def test_what_is_logged_stays_with_its_completions_when_groups_are_replaced_and_joined():
+    def groups_of(first, rewards):
+        reports = Reports([{"n": first + i} for i in range(4)], {"m": [float(first)]}, [{"function": f"f{first}"}])
+        return Groups([{"prompt": "p"}] * 2, made_up_rollout([3, 3], [2] * 4), torch.tensor(rewards), {}, torch.tensor(rewards), reports=reports)
+
+    groups = groups_of(0, [[0.0, 0.0], [0.0, 1.0]])
+    assert select(groups, ~groups.tied).reports.extra == [{"n": 2}, {"n": 3}]
+    joined = join([select(groups, ~groups.tied), groups_of(4, [[0.0, 1.0], [1.0, 0.0]])])
+    assert joined.reports.extra == [{"n": n} for n in range(2, 8)] and joined.reports.means() == {"m": 2.0}
+    assert [failure["function"] for failure in joined.reports.failures] == ["f0", "f4"]
+    assert len(groups.reports.extra) == 4 and groups.reports.metrics == {"m": [0.0]}, "the parts are unchanged"
+
+
+# ---- functions that fail -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", ["SystemExit(0)", "asyncio.CancelledError()"])
+@pytest.mark.parametrize("kind", ["def", "async def"])
+def test_what_would_end_the_program_is_an_error_of_the_function(kind, error):
+    names = {}
+    exec(f"import asyncio\n{kind} leaves(completions, **columns):\n    if 'c' in completions:\n        raise {error}\n    return [1.0] * len(completions)", names)
+    for timeout in 0.0, 20.0:
+        with pytest.raises(RewardError, match=r"leaves raised (RuntimeError|CancelledError): .* \(<string>, line 4\); on 4 completions"):
+            call_and_score([names["leaves"]], [1.0], rollout_of("a", "b", "c", "d"), EXAMPLES, timeout=timeout)
+
+
+def test_a_failed_call_leaves_all_totals_unscored_and_is_kept_in_the_run_folder(tmp_path):
+    def fails(completions, **columns):
+        raise KeyError("x")
+
+    run = start_run(tmp_path, "--use_grpo", "--cold_start_steps", "0", "--reward_errors", "none", "--reward_timeout", "30")
+    run.reward_functions = [fails, *run.reward_functions[1:]]
+    run.folder.open(0, {})
+    metrics, experience = grpo_training_step(run, next(run.batches))
+    groups = experience.groups
+    assert metrics["unscored"] == metrics["reward_errors"] == 1 and metrics["grad_norm"] == 0
+    assert groups.per_function[run.config.grpo.reward_functions[1]].isfinite().all(), "not the points of the others alone"
+    config = GRPOConfig(reward_functions=[*groups.per_function], reward_weights=[1.0] * 3, reward_combination="gdpo")
+    assert shape_rewards(config, experience.rollout, groups.rewards, groups.per_function).isnan().all()
+    run.log_step(metrics | {"skipped": 0}, experience)
+    (line,) = read_jsonl(run.folder.path / "reward_errors.jsonl")
+    assert (line["step"], line["function"], line["error"]) == (1, "fails", "KeyError: 'x'")
+
+
+def test_async_functions_run_beside_each_other_on_one_loop_and_outputs_are_theirs():
+    loops = []
+
+    def slow(name):
+        class Slow:
+            async def __call__(self, completions, **kwargs):
+                loops.append(asyncio.get_running_loop())
+                await asyncio.sleep(0.4)
+                return [float(len(name))] * len(completions)
+
+        Slow.__name__ = name
+        return Slow()
+
+    async def plain(completions, answer, **kwargs):
+        loops.append(asyncio.get_running_loop())
+        await asyncio.sleep(0.4)
+        return [float(a) for a in answer]
+
+    functions, started = [slow("a"), plain, length, slow("ccc")], time.monotonic()
+    total, _ = call_and_score(functions, [1.0] * 4, rollout_of(*"abcd"), EXAMPLES)
+    assert total.tolist() == [[6.0, 6.0], [7.0, 7.0]] and time.monotonic() - started < 1.1, "not 1.2 s, one after the other"
+    call_and_score([plain], [1.0], rollout_of(*"abcd"), EXAMPLES)
+    assert len(set(loops)) == 1, "clients that a function keeps belong to one loop"
+
+
+def test_an_async_function_that_raises_or_hangs_is_named_and_the_others_count():
+    cancelled = threading.Event()
+
+    async def raises(completions, **kwargs):
+        await asyncio.sleep(0)
+        return [1.0 / len(text) for text in completions]
+
+    async def hangs(completions, **kwargs):
+        try:
+            await asyncio.sleep(30)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    with pytest.raises(RewardError, match=r"raises raised ZeroDivisionError.*test_calling.*on 4 completions"):
+        score(raises, "a", "", "c", "d")
+    reports, started = Reports(), time.monotonic()
+    total, _ = call_and_score(
+        [hangs, raises], [1.0, 1.0], rollout_of("a", "", "c", "d"), EXAMPLES, on_error="none", timeout=0.3, reports=reports)
+    assert time.monotonic() - started < 2 and total.isnan().all()
+    assert [f["function"] for f in reports.failures] == ["hangs", "raises"]
+    assert cancelled.wait(5), "and does not go on for ever"
+
+
+@contextlib.contextmanager
+def at_most(seconds):
+    started = time.monotonic()
+    yield
+    assert time.monotonic() - started < seconds
+
+
+def backtracks(completions, **columns):
+    return [float(bool(re.match(r"(a+)+$", "a" * 40 + "b"))) for _ in completions]
+
+
+def spins(completions, **columns):
+    while True:
+        pass
+
+
+def catches(completions, **columns):
+    points = []
+    for _ in range(9):                                    # each of these would take the next interruption, 1 s later
+        try:
+            time.sleep(30)
+        except Exception:
+            points.append(0.0)
+    return points
+
+
+def waits_in_a_pool(completions, **columns):
+    with ThreadPoolExecutor(1) as threads:                # at the end of this block for its thread, for the second time
+        return threads.submit(threading.Event().wait, 8).result()
+
+
+@pytest.mark.parametrize("function", [backtracks, catches, waits_in_a_pool])
+def test_the_limit_interrupts(function):
+    with at_most(3), pytest.raises(RewardError, match=r"no result within 0\.5 s"):
+        score(function, *"ab", examples=EXAMPLES[:1], timeout=0.5)
+
+
+def test_the_handler_of_before_is_restored_and_no_timer_is_left():
+    before = signal.getsignal(signal.SIGALRM)
+    for function, raised in (spins, pytest.raises(RewardError)), (length, contextlib.nullcontext()):
+        with raised:
+            score(function, *"ab", examples=EXAMPLES[:1], timeout=0.3)
+        assert signal.getsignal(signal.SIGALRM) == before and signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_ctrl_c_ends_a_call_with_a_limit():
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)                   # processes of pytest-xdist ignore it
+    try:
+        with at_most(3), pytest.raises(KeyboardInterrupt):
+            threading.Timer(0.3, signal.raise_signal, [signal.SIGINT]).start()
+            score(spins, *"ab", examples=EXAMPLES[:1], timeout=20.0)
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -14,7 +14,7 @@ import reward_functions
     "given,truth,choices,points",
     [
         ("B", "B", None, 1.0), ("(b)", "B", None, 1.0), ("B.", "b", None, 1.0), ("B) four", "B", None, 1.0),
-        ("A", "B", None, 0.0), ("Bees", "B", None, 0.0), ("A or B", "B", None, 0.0), ("", "B", None, 0.0),
+        ("A", "B", None, 0.0), ("Bees", "B", None, 0.0), ("A or B", "B", None, 0.0), ("", "B", None, 0.0), ("", "A", ["None", "x"], 0.0),
         ("y", "y", ["x", "y"], 1.0), ("B", "y", ["x", "y"], 1.0), ("one", "B", ["one", "two"], 0.0), ("two", "B", ["one", "two"], 1.0),
         ("132", "132", None, None), ("A", None, None, None), ("A", math.nan, ["nan"], None), ("A", "", None, None),
         # the text comes before the letter
@@ -29,8 +29,6 @@ import reward_functions
 )
 def test_multiple_choice(given, truth, choices, points):
     assert reward_functions.multiple_choice([f"<answer>{given}</answer>"], answer=[truth], choices=[choices]) == [points]
-    if choices is None:
-        assert reward_functions.multiple_choice([f"<answer>{given}</answer>"], answer=[truth]) == [points]
 
 
 def test_a_choice_is_named_in_many_ways_and_another_one_in_none():
@@ -44,12 +42,6 @@ def test_a_choice_is_named_in_many_ways_and_another_one_in_none():
     of_code = ["__x__", "x", "$x+1$", "`y`"]
     given = ["x", "__x__", "x+1", "y", "**D**"]
     assert reward_functions.multiple_choice([f"<answer>{g}</answer>" for g in given], answer=["x", "x", "C", "D", "`y`"], choices=[of_code] * 5) == [1, 0, 1, 1, 1]
-
-
-@pytest.mark.parametrize("text", ["", "None", "none"])
-def test_no_answer_names_no_choice(text):
-    points = reward_functions.multiple_choice(["", "A", "<answer></answer>", "<answer>A</answer>"], answer=["A"] * 4, choices=[[text, "x"]] * 4)
-    assert points == [0.0, 0.0, 0.0, 1.0]
 
 
 @pytest.mark.parametrize(
@@ -95,9 +87,4 @@ def test_answer_pattern():
     date = r"\d{4}-\d\d-\d\d"
     texts = ["<answer>2024-01-31</answer>", "<answer>on 2024-01-31</answer>", "<answer>2024-01-31?</answer>", "2024-01-31", ""]
     assert reward_functions.answer_pattern([*texts, texts[0]], pattern=[date] * 5 + [None]) == [1.0, 0.0, 0.0, 0.0, 0.0, None]
-    assert reward_functions.answer_pattern(texts[:1] * 2, pattern=[math.nan, ""]) == [None, None]
-
-
-def test_no_answer_matches_no_pattern():
-    texts = ["", "2024", "<answer></answer>", "</answer><answer>2024", "<answer>2024</answer>"]
-    assert reward_functions.answer_pattern(texts, pattern=[".*"] * 5) == [0.0, 0.0, 0.0, 0.0, 1.0]
+    assert reward_functions.answer_pattern([*texts[:1] * 2, ""], pattern=[math.nan, "", ".*"]) == [None, None, 0.0]

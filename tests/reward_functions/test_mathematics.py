@@ -23,7 +23,7 @@ from reward_functions.sandbox import SandboxResult
         ("\\boxed{1}\\boxed{2}", "2", 0.0), ("2", "2", 0.0), ("", "2", 0.0), ("\\boxed{", "2", 0.0),
         ("<answer>Paris</answer>", "paris", 1.0), ("<answer>dog</answer>", "god", 0.0), ("<answer>x y</answer>", "yx", 1.0),
         ("<answer>18 or 19</answer>", "19", 0.0), ("<answer>18 dollars</answer>", "$18.00", 1.0),
-        ("<answer>x</answer>", None, None), ("<answer>9^{9^{9^9}}</answer>", "3", 0.0),
+        ("<answer>x</answer>", None, None), ("<answer>5</answer>", math.nan, None), ("<answer>9^{9^{9^9}}</answer>", "3", 0.0),
         ("<answer>" + "(" * 3000 + "</answer>", "3", 0.0), ("<answer>" + "\\frac{" * 300 + "</answer>", "3", 0.0),
         ("<answer>__import__('os')._exit(0)</answer>", "3", 0.0),
     ],
@@ -54,12 +54,6 @@ def test_what_says_something_else_than_18_is_not_18(given):
     assert verdicts([(given, "18")]) == [0.0]
 
 
-@needs_math_verify
-def test_numbers_side_by_side_are_read_where_they_are_mathematics():
-    pairs = [("-1 1/2", "-\\frac{3}{2}"), ("204_5", "204_{5}"), ("\\frac 1 2", "0.5"), ("\\log_2 8", "3"), ("$x=1$ or\n$x=2$", "x=2, x=1"), ("x+\\frac{1}{2}.", "\\frac{1}{2}+x")]
-    assert verdicts(pairs) == [1.0] * len(pairs) and verdicts([("204_5", "204_6")]) == [0.0]
-
-
 def pairs_of(text):
     """Pairs of an answer and a truth, separated by | and ;."""
     return [tuple(map(str.strip, pair.split(" | "))) for pair in text.replace(";\n", "; ").split("; ")]
@@ -84,6 +78,7 @@ def test_numbers_are_equal_exactly_or_as_a_decimal_of_a_number_that_has_no_finit
 
 
 FORMS = r"""
+    -1 1/2 | -\frac{3}{2} ; 204_5 | 204_{5} ; \frac 1 2 | 0.5 ; \log_2 8 | 3 ; $x=1$ or $x=2$ | x=2, x=1 ; x+\frac{1}{2}. | \frac{1}{2}+x ;
     2 and 3 | 3, 2 ; 1, 2, and 3 | 1,2,3 ; x=1 and x=2 | x=1, x=2 ; (1,2) and (3,4) | (1,2),(3,4) ; 2,3 | $2$ and $3$ ; A and B | B and A ;
     \approx 3.14 | 3.14 ; ≈ 3.14 | 3.14 ; 3.14 | $\approx 3.14$ ; x \approx 3.14 | 3.14 ; = 73 | 73 ; 73 | $= 73$ ; = \frac{1}{2} | 1/2 ;
     **73** | 73 ; `73` | 73 ; **73 dollars**. | 73 ; **$\frac12$** | 1/2 ; \fbox{73} | 73 ; \boxed 73 | 73 ;
@@ -98,19 +93,13 @@ FORMS = r"""
 def test_one_answer_is_read_in_all_its_forms_and_as_no_other_answer():
     right = [*pairs_of(FORMS), ("\uff17\uff13", "73")]                # digits as wide as Chinese characters
     assert [pair for pair, points in zip(right, verdicts(right)) if not points] == []
-    values = pairs_of(r"""x² | x^3 ; 18² | 182 ; 18₈ | 188 ; 2½ | 21/2 ; 2½ | 1 ; √12 | 2 ; 10⁻² | 8 ; 2**3 | 6 ; x**10 | 0 ; pi | ip ; cos | soc ; sinx | sin x ; pie | \pi e ;
+    values = pairs_of(r"""204_5 | 204_6 ; x² | x^3 ; 18² | 182 ; 18₈ | 188 ; 2½ | 21/2 ; 2½ | 1 ; √12 | 2 ; 10⁻² | 8 ; 2**3 | 6 ; x**10 | 0 ; pi | ip ; cos | soc ; sinx | sin x ; pie | \pi e ;
         x<1 and x>3 | x<1 or x>3 ; 2 and 3 | 2 ; 2 and 3 | 5 ; 2 and 3 | 6 ; sand | s, d ; **1** **8** | 18 ; `1`8` | 18 ; \boxed1\fbox3 | 3 ; \approx 3.1 | 3.14 ; \approx 3 | 3.14 ;
         \approx 3.14 | \pi ; \approx 3 | 3 ; A or B | \text{(A)} ; AB | \text{(A)} ; \emptyset | 0 ; \emptyset | \{0\} ; -inf | inf ; x \le 3 | (-\infty, 3) ; [0,1] | 0 \le x < 1""")
     assert [pair for pair, points in zip(values, verdicts(values)) if points] == []
     names = pairs_of(r"""pi | \pi ; sin(x) | \sin x ; cos(x) | \cos x ; ln(2) | \ln 2 ; exp(x) | e^x ; inf | \infty ; √2 | \sqrt2 ; x² | x^2 ; ½ | 1/2 ; x₁ | x_1 ; x<3 | (-\infty,3)""")
     crossed = [(given, truth) for given, one in names for _, truth in names if truth != one]
     assert len(crossed) == 110 and not any(verdicts(crossed))
-
-
-@needs_math_verify
-def test_a_missing_truth_gives_no_score():
-    missing = "", " ", "nan", math.nan, None
-    assert reward_functions.math_equality(["<answer>5</answer>"] * 5, answer=list(missing)) == [None] * 5
 
 
 def test_a_long_answer_is_not_read():

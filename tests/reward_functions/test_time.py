@@ -1,20 +1,15 @@
-"""The time of reward functions on texts made to be slow to read, and that reading them in linear time changes no points."""
+"""The time of reward functions on texts made to be slow to read."""
 
 import itertools
-import re
 import time
 
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 from test_rewards import COLUMNS
 
-import reward_functions
 from environments.games import guess_letter
 from environments.tools import calculate, run_calls
 from reward_functions import answers, mathematics
 from reward_functions.models import parse_rating
-from reward_functions.tunix import find_answer, read_float
 from reward_functions.loading import BUILT_IN
 
 IN_A_SANDBOX = {"math_equality", "passes_tests"}          # their time is that of processes
@@ -57,22 +52,3 @@ def test_no_completion_of_100_000_characters_takes_a_second(name):
         started = time.process_time()
         READERS[name](text)
         assert time.process_time() - started < 1, (frame, unit)
-
-
-# ---- the expressions that the functions are equal to ---------------------------------------------------------------
-
-PIECES = ["<reasoning>", "</reasoning>", "<answer>", "</answer>", "x", "1", ".", ",", "-", " ", "\n", "<", ">", "\u0663", "\u00a0", "\u2028"]
-texts = st.lists(st.sampled_from(PIECES), max_size=14).map("".join)
-many = settings(max_examples=400, deadline=None)
-TUNIX = re.compile(r"<reasoning>.+?</reasoning>.*?<answer>(.+?)(?:</answer>|$)", re.MULTILINE | re.DOTALL)
-
-
-@many
-@given(texts | texts.map("<reasoning>x</reasoning>{}".format))
-@example("<reasoning></reasoning><answer>1</answer>")
-@example("<reasoning></reasoning></reasoning><answer>")
-def test_the_functions_of_tunix_find_what_their_expressions_find(text):
-    match = TUNIX.search(text)
-    assert find_answer(text) == (match[1] if match else None)
-    match = re.search(r"<answer>.*?([\d.]+)", text, re.DOTALL)
-    assert reward_functions.check_numbers([text], answer=["1"]) == [1.5 if match and read_float(match[1]) == 1 else 0.0]

@@ -1,9 +1,14 @@
 """The four rewards of tunix by example."""
 
+import re
+
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from test_rewards import GOLD
 
 import reward_functions
+from reward_functions.tunix import find_answer, read_float
 
 
 @pytest.mark.parametrize(
@@ -32,3 +37,19 @@ def test_the_four_rewards_of_tunix(text, truth, exact, approximate, answer, numb
     assert reward_functions.match_format_approximately([text]) == [approximate]
     assert reward_functions.check_answer([text], answer=[truth]) == [answer]
     assert reward_functions.check_numbers([text], answer=[truth]) == [numbers]
+
+
+PIECES = ["<reasoning>", "</reasoning>", "<answer>", "</answer>", "x", "1", ".", ",", "-", " ", "\n", "<", ">", "\u0663", "\u00a0", "\u2028"]
+texts = st.lists(st.sampled_from(PIECES), max_size=14).map("".join)
+TUNIX = re.compile(r"<reasoning>.+?</reasoning>.*?<answer>(.+?)(?:</answer>|$)", re.MULTILINE | re.DOTALL)
+
+
+@settings(max_examples=400, deadline=None)
+@given(texts | texts.map("<reasoning>x</reasoning>{}".format))
+@example("<reasoning></reasoning><answer>1</answer>")
+@example("<reasoning></reasoning></reasoning><answer>")
+def test_the_functions_of_tunix_find_what_their_expressions_find(text):
+    match = TUNIX.search(text)
+    assert find_answer(text) == (match[1] if match else None)
+    match = re.search(r"<answer>.*?([\d.]+)", text, re.DOTALL)
+    assert reward_functions.check_numbers([text], answer=["1"]) == [1.5 if match and read_float(match[1]) == 1 else 0.0]
