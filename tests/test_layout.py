@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import re
 import subprocess
 import sys
 import tomllib
@@ -73,6 +74,18 @@ def test_the_top_level_has_the_core_two_programs_a_test_and_the_files_of_every_p
 
 
 STEP = ["sample_completions", "compute_rewards_for_completions", "compute_group_advantages", "log_probs", "policy_loss"]
+
+
+def test_every_module_has_tests_of_its_name_or_a_row_in_the_table_and_these_exist():
+    section = (ROOT / "CONTRIBUTING.md").read_text().partition("## The tests of a file\n")[2].partition("\n## ")[0]
+    rows = dict(re.findall(r"^\| (\S+\.py.*) \| (.+) \|$", section, re.M))
+    of_table = {file: row.split(", ") for files, row in rows.items() for file in files.split(", ")}
+    for path in modules_of_the_program():
+        name = path.relative_to(ROOT)
+        tests = of_table.pop(str(name), None) or [str(name.parent / f"test_{name.stem}")]
+        for test in tests:
+            assert (ROOT / f"tests/{test}.py").exists() or test == "test_grpo", f"{name}: {test}"
+    assert not of_table, "no such modules"
 
 
 def test_the_installation_declares_every_module_package_and_data_file():
