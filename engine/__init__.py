@@ -4,7 +4,7 @@
 def saves_tokens(prompt_tokens: int, config) -> bool:
     """Return True if one copy of each prompt saves a fifth of a step's tokens: less is no faster.
 
-    prompt_tokens  of the longest prompt;  config  a GRPOConfig. Figures are in docs/benchmarks.md
+    prompt_tokens  of the longest prompt;  config  a GRPOConfig. Figures are in docs/results.md
     """
     copies = config.num_completions_per_prompt
     return prompt_tokens * (copies - 1) > 0.2 * copies * (prompt_tokens + config.generation_max_length)

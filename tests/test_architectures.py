@@ -1,4 +1,4 @@
-"""Current architectures with default flags; mixtures of experts. The first test is the table in docs/benchmarks.md."""
+"""Current architectures with default flags; mixtures of experts. The first test is the table in docs/results.md."""
 
 import itertools
 
