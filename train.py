@@ -287,10 +287,10 @@ def step_evaluate_save(run: Run, phase: Phase) -> bool:
 
 def main(argv: list[str]) -> None:
     """Parse the flags, set up and check the run; then train, unless --check asks for the check alone."""
-    with exit_on_errors(mistakes=(ValueError, OSError)):
+    with exit_on_errors("train.py"):
         run = set_up(parse_config(argv))
     if not run.config.training.check:
-        with exit_on_errors():
+        with exit_on_errors("train.py", mistakes=()):
             learn(run)
     shutdown()
 

@@ -26,9 +26,10 @@ from pathlib import Path
 
 import numpy as np
 
-from runs.command_line import OneLineParser, exit_on_mistake, parse_config
+from runs.command_line import OneLineParser, parse_config
 from analysis.evaluation import t_interval
 from config import START_FLAGS, Config
+from runs.errors import exit_on_errors
 from runs.folder import read_jsonl
 from sources.readers import READERS
 from sources.settings import read_settings
@@ -196,5 +197,5 @@ def mean_and_interval(values: list[float], form: str) -> str:
 
 
 if __name__ == "__main__":
-    with exit_on_mistake("analysis.comparison"):
+    with exit_on_errors("analysis.comparison"):
         sys.exit(main(sys.argv[1:]))

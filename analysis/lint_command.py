@@ -14,7 +14,8 @@ import dataclasses
 from pathlib import Path
 
 from config import FLAGS, Config, DataConfig, validate_functions
-from runs.command_line import OneLineParser, add_flags, exit_on_mistake
+from runs.command_line import OneLineParser, add_flags
+from runs.errors import exit_on_errors
 from sources.settings import complete, read_settings, refuse_foreign_code
 
 
@@ -64,5 +65,5 @@ def main(argv: list[str]) -> int:
 
 def run_command_line(argv: list[str]) -> None:
     """Run the command line and end the program: with exit code 2 for a mistake, else with main's."""
-    with exit_on_mistake("rewards.py"):
+    with exit_on_errors("rewards.py"):
         raise SystemExit(main(argv))

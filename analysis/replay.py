@@ -18,7 +18,7 @@ from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
-from runs.command_line import exit_on_mistake, parse_config  # first, see runs/__init__.py
+from runs.command_line import parse_config  # first, see runs/__init__.py
 
 import numpy as np
 import torch
@@ -36,6 +36,7 @@ from reward_functions.loading import load_reward_function
 from rewards import name_of, weighted_sum
 from runs.checkpoint import latest_checkpoint, read_state
 from engine.reference import load_reference, load_teacher
+from runs.errors import exit_on_errors
 from runs.folder import RunFolder, or_none, read_steps, warn_once
 from runs.run import Progress, Run
 from sample import Rollout, left_pad, pad_rows
@@ -164,5 +165,5 @@ def rollout_of(records: list[dict], pad_id: int) -> tuple[Rollout, dict[str, tor
 
 
 if __name__ == "__main__":
-    with exit_on_mistake("analysis.replay"):
+    with exit_on_errors("analysis.replay"):
         main(sys.argv[1:])

@@ -6,12 +6,9 @@ A mistake is a ValueError of one line.
 
 import argparse
 import dataclasses
-import os
 import re
 import runpy
-import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
 from operator import itemgetter
@@ -19,7 +16,6 @@ from pathlib import Path
 from typing import get_args, get_origin
 
 from config import DEFAULTS, FLAGS, Config, validate_functions
-from engine.errors import RunError
 from sources.foreign_names import explain_unknown
 from sources.settings import complete, read_settings, refuse_foreign_code
 
@@ -69,19 +65,6 @@ class OneLineParser(argparse.ArgumentParser):
             flags = [word for word in unknown if word.startswith("--")]
             raise ValueError(explain_unknown(flags or unknown, [action.dest for action in self._actions]))
         return args
-
-
-@contextmanager
-def exit_on_mistake(program: str):
-    """Turn these errors into one line on stderr and exit code 2, and end at Ctrl-C without a traceback."""
-    try:
-        yield
-    except (ValueError, OSError, RunError) as error:
-        if os.environ.get("RANK", "0") == "0":            # of torchrun's processes the first one prints
-            print(f"{program}: error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
 
 
 def described_flags(**defaults) -> Iterator[tuple[str, str, str, str, str]]:

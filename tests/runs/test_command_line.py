@@ -13,8 +13,7 @@ import train
 from analysis.infer_flags import parse_arguments
 from config import FLAGS, GRPOConfig
 from runs import setup
-from engine.errors import RunError
-from runs.command_line import COMMON, exit_on_mistake, parse_config
+from runs.command_line import COMMON, parse_config
 from config import PROFILES
 
 ROOT = Path(__file__).parents[2]
@@ -53,25 +52,6 @@ def test_help_shows_the_flags_that_most_runs_need_and_help_all_every_one(flag, n
     printed = capsys.readouterr().out
     assert set(re.findall(r"^  --(\w+)", printed, re.MULTILINE)) == names | {"help_all"}
     assert re.search(r"\nOptimiser:\n  --learning_rate float +peak learning rate \[5e-06\]\n", printed), "heading, kind, help, default"
-
-
-def test_one_line_is_printed_for_all_processes_of_torchrun_and_always_by_a_single_one(monkeypatch, capsys):
-    for rank in "0", "1":
-        monkeypatch.setenv("RANK", rank)
-        with pytest.raises(SystemExit) as stop, exit_on_mistake("train.py"):
-            parse_config(["--seed", "x"])
-        assert stop.value.code == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1
-    monkeypatch.delenv("RANK")
-    with pytest.raises(SystemExit), exit_on_mistake("train.py"):
-        parse_config(["--seed", "x"])
-    assert "--seed" in capsys.readouterr().err
-    for error in OSError(28, "No space left on device"), RunError("a reward function raised"):
-        with pytest.raises(SystemExit), exit_on_mistake("infer.py"):
-            raise error
-        assert capsys.readouterr().err == f"infer.py: error: {error}\n"
-    with pytest.raises(SystemExit, match="130"), exit_on_mistake("infer.py"):
-        raise KeyboardInterrupt
 
 
 def test_flags_may_be_written_with_hyphens_and_booleans_as_words():
