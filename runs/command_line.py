@@ -5,7 +5,6 @@ A mistake is a ValueError of one line.
 """
 
 import argparse
-import dataclasses
 import re
 import runpy
 from collections.abc import Iterable, Iterator
@@ -109,12 +108,6 @@ def add_flags(parser: argparse.ArgumentParser, names: Iterable[str], shown=FLAGS
             help = f"{help} [{default}]".replace("%", "%%").removesuffix(" []")
             options["help"] = help if name in shown else argparse.SUPPRESS
             group.add_argument(f"--{name}", metavar=kind.removesuffix(" ..."), **options)
-
-
-def section_of(args: argparse.Namespace, section: type, **others):
-    """Return a section of the configuration from the flags that a program shares with it, and others."""
-    shared = {f.name for f in dataclasses.fields(section)} & vars(args).keys()
-    return section(**{name: getattr(args, name) for name in shared} | others)
 
 
 # ---- train.py ----------------------------------------------------------------------------------------------

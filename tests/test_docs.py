@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import grpo
-from analysis.infer_flags import parse_arguments
+from infer import parse_arguments
 from config import FLAGS, GRPOConfig, ModelConfig
 from data import load_examples
 from engine.policy import load_any_policy

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import train
-from analysis.infer_flags import parse_arguments
+from infer import parse_arguments
 from config import FLAGS, GRPOConfig
 from runs import setup
 from runs.command_line import COMMON, parse_config
@@ -18,7 +18,7 @@ from config import PROFILES
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = {                    # with a mistyped flag
-    "train.py": ["--learning-rat", "1"], "infer.py": ["--chat", "--envronment", "x"], "rewards.py": ["--lint", "--datset", "x"]}
+    "train.py": ["--learning-rat", "1"], "infer.py": ["--envronment", "x"], "rewards.py": ["--lint", "--datset", "x"]}
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from conftest import build_gpt2
 
-from analysis.infer_flags import parse_arguments
+import infer
 from config import Config, FLAGS
 from engine.policy import save_any_policy
 from model import byte_tokenizer
@@ -155,12 +155,11 @@ def test_iterations_of_rollouts_are_counted_in_optimiser_steps():
 
 
 def test_every_answer_names_flags_that_exist_and_no_flag_is_in_the_table():
-    infer, table = {"question", "chat", "evaluate", "samples"}, foreign_names.foreign_names()
+    of_infer, table = {"question", "evaluate", "samples", "json"}, foreign_names.foreign_names()
     for here in table.values():
-        assert set(re.findall(r"--(\w+)", here)) <= set(FLAGS) | infer | {"nproc_per_node"}, here
+        assert set(re.findall(r"--(\w+)", here)) <= set(FLAGS) | of_infer | {"nproc_per_node"}, here
     assert not set(table) & set(FLAGS)
-    parser = parse_arguments.__globals__["build_infer_parser"]()
-    known = set(FLAGS) | {action.dest for action in parser._actions}
+    known = set(FLAGS) | {action.dest for action in infer.build_infer_parser()._actions}
     for name, here in table.items():
         assert explain_unknown([name], known).startswith(f"{name}: unknown flag; here {here}")
     lines = [line for line in PAGE.partition("## Names")[2].splitlines() if line.startswith("| ")][1:]
@@ -189,7 +188,7 @@ def test_functions_classes_and_scripts_are_answered_with_what_exists():
             assert all(attrgetter(name)(module).__module__ == module.__name__ for name in re.findall("`(.*?)`", names)), (file, names)
         for script, *words in map(shlex.split, commands):
             assert (ROOT / script).exists(), script
-            {"train.py": parse_config, "infer.py": parse_arguments}.get(script, list)(words)
+            {"train.py": parse_config, "infer.py": infer.parse_arguments}.get(script, list)(words)
 
 
 def test_without_the_page_a_foreign_name_is_an_unknown_flag(monkeypatch, tmp_path):
@@ -227,6 +226,6 @@ def test_a_name_with_several_meanings_gets_all_of_them_and_an_unknown_one_the_ne
 
 def test_infer_answers_with_its_own_flags_alone():
     with pytest.raises(ValueError, match="--max_new_tokens: unknown flag; here --generation_max_length"):
-        parse_arguments(["--question", "1+1", "--max_new_tokens", "5"])
+        infer.parse_arguments(["--question", "1+1", "--max_new_tokens", "5"])
     with pytest.raises(ValueError, match="--lora_r: unknown flag; see --help"):
-        parse_arguments(["--question", "1+1", "--lora_r", "5"])
+        infer.parse_arguments(["--question", "1+1", "--lora_r", "5"])
