@@ -282,9 +282,9 @@ def take_and_log_step(run: Run, take_step: Callable) -> None:
 
 def main(argv: list[str]) -> None:
     """Parse the flags and set up the run; then train, or with --check print points of its rewards."""
-    with exit_on_errors(mistakes=(ValueError, OSError)):
+    with exit_on_errors("train.py"):
         run = set_up(parse_config(argv))
-    with exit_on_errors():
+    with exit_on_errors("train.py", mistakes=()):
         if run.config.training.check:
             print_points(run)
             run.console.print("the start-up check is ok")

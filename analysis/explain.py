@@ -12,7 +12,7 @@ kept.
 
 import sys
 
-from runs.command_line import exit_on_mistake, parse_config  # first, see runs/__init__.py
+from runs.command_line import parse_config  # first, see runs/__init__.py
 
 import torch
 from rich.box import SIMPLE_HEAD
@@ -26,6 +26,7 @@ from data import as_text
 from experience import Experience, Groups, log_probs_of_rollout
 from grpo import LOSSES, kl_penalty, token_loss
 from runs.console import RunConsole, points_text
+from runs.errors import exit_on_errors
 from runs.groups import select
 from runs.folder import or_none
 from runs.run import Run
@@ -217,5 +218,5 @@ def show_change(console: RunConsole, experience: Experience, old: Tensor, new: T
 
 
 if __name__ == "__main__":
-    with exit_on_mistake("analysis.explain"):
+    with exit_on_errors("analysis.explain"):
         main(sys.argv[1:])

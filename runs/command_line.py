@@ -5,19 +5,14 @@ A mistake is a ValueError of one line.
 """
 
 import argparse
-import dataclasses
-import os
 import re
 import runpy
-import sys
 from collections.abc import Iterable
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import get_args, get_origin
 
 from config import DEFAULTS, FLAGS, Config, validate_functions
-from engine.errors import RunError
 from sources.foreign_names import explain_unknown
 from sources.settings import complete, read_settings, refuse_foreign_code
 
@@ -70,19 +65,6 @@ class OneLineParser(argparse.ArgumentParser):
         return args
 
 
-@contextmanager
-def exit_on_mistake(program: str):
-    """Turn these errors into one line on stderr and exit code 2, and end at Ctrl-C without a traceback."""
-    try:
-        yield
-    except (ValueError, OSError, RunError) as error:
-        if os.environ.get("RANK", "0") == "0":            # of torchrun's processes the first one prints
-            print(f"{program}: error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
-
-
 def true_or_false(text: str) -> bool:
     """Return the value of a word. argparse has the name of this function in its error."""
     if text.lower() not in ("true", "false"):
@@ -118,12 +100,6 @@ def add_flags(parser: argparse.ArgumentParser, names: Iterable[str], shown=FLAGS
             options["default"] = default
         help = f"{field.metadata['help']} [{text}]".replace("%", "%%").removesuffix(" []")
         group.add_argument(f"--{name}", help=help if name in shown else argparse.SUPPRESS, **options)
-
-
-def section_of(args: argparse.Namespace, section: type, **others):
-    """Return a section of the configuration from the flags that a program shares with it, and others."""
-    shared = {f.name for f in dataclasses.fields(section)} & vars(args).keys()
-    return section(**{name: getattr(args, name) for name in shared} | others)
 
 
 # ---- train.py ----------------------------------------------------------------------------------------------

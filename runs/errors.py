@@ -101,30 +101,30 @@ class StopOnSignal:
 
 
 @contextmanager
-def exit_on_errors(mistakes: tuple = ()):
-    """End the program with one line instead of a traceback, where the cause is not in the program.
+def exit_on_errors(program: str, mistakes: tuple = (ValueError, OSError)):
+    """End a program with one line instead of a traceback, where the cause is not in the program.
 
     The exit code is 2 for a mistake of the user, 1 for what keeps a run from continuing, 130 for Ctrl-C.
     """
     try:
         yield
     except mistakes as error:
-        end_program(f"error: {error}", 2)
+        end_program(f"{program}: error: {error}", 2)
     except (RunError, OSError) as error:                  # OSError: a full disk
-        end_program(str(error), 1)
+        end_program(f"{program}: {error}", 1)
     except KeyboardInterrupt:
-        end_program("stopped at once; continue from the last checkpoint with --output_dir and --resume", 130)
+        end_program(f"{program}: stopped at once; --resume continues a run from its last checkpoint", 130)
     except Exception as error:
         if not is_out_of_memory(error):
             if other_rank_ended():                        # it has said why; a collective with it failed here
                 shutdown(1)
             raise
-        end_program(f"{first_line(error)}: lower --max_tokens_per_forward or --generation_batch_size, or "
-                    "add --gradient_checkpointing", 1)
+        end_program(f"{program}: {first_line(error)}: lower --max_tokens_per_forward or "
+                    "--generation_batch_size, or add --gradient_checkpointing", 1)
 
 
-def end_program(message: str, code: int) -> None:
-    """Print one line, once, whichever rank it comes from, and exit."""
-    print_last_line(f"train.py: {message}")
+def end_program(line: str, code: int) -> None:
+    """Print a line, once, whichever rank it comes from, and exit."""
+    print_last_line(line)
     shutdown(code)
     sys.exit(code)

@@ -1,5 +1,6 @@
 """--chat_template and --chat_template_kwargs, with a template that thinks as Qwen 3's does."""
 
+import json
 import shutil
 from contextlib import nullcontext
 
@@ -160,10 +161,10 @@ def test_a_run_and_infer_use_the_variables_and_resuming_keeps_the_template(base,
     empty = AutoTokenizer.from_pretrained(base)(EMPTY, add_special_tokens=False).input_ids
     prompts = [line["prompt_ids"] for line in read_jsonl(folder / "rollouts.jsonl")]
     assert prompts and all(ids[-len(empty) :] == empty for ids in prompts)
-    answers = "--questions arithmetic --limit 2 --generation_max_length 4 --generation_temperature 0 --answers".split()
+    answers = "--evaluate arithmetic --limit 2 --generation_max_length 4 --generation_temperature 0 --json".split()
     for name, given in ("answers", []), ("same", ["--chat_template_kwargs", OFF]), ("thinking", ["--chat_template_kwargs", "{}"]):
         infer.main(["--model_path", str(folder / "final"), *answers, str(tmp_path / name), *given])
-    answers, same, thinking = ((tmp_path / name).read_text() for name in ("answers", "same", "thinking"))
+    answers, same, thinking = (json.loads((tmp_path / name).read_text())["problems"] for name in ("answers", "same", "thinking"))
     assert answers == same != thinking
     capsys.readouterr()
     with pytest.raises(SystemExit):

@@ -1,63 +1,285 @@
-"""The command line of infer.py: its help, and mistakes in one line."""
+"""infer.py: answers to a question, evaluations and what --json writes, reports, and mistakes in one line."""
 
 import json
+import math
+import re
+import statistics
 
 import pytest
+import torch
 
 import infer
+import sample
+from analysis import evaluation, report
+from config import Config
+from data import load_examples
+from engine import make_engine
+from engine.errors import RunError
+from engine.policy import load_any_policy
+from engine.ranks import Ranks
+from environments.messages import encode_reply
+from runs.console import held_out_text
 
 
-@pytest.mark.parametrize("argv,message", [
-    ([], "one of the arguments --question .* is required"), (["--question", "q", "--evaluate", "arithmetic"], "not allowed with argument --question"),
-    (["--question", "q", "--answers", "a.jsonl"], "--answers: needs --questions"), (["--question", "q", "--samples", "2"], "--samples: needs --evaluate or --questions"),
-    (["--questions", "arithmetic", "--answers", "no/such/folder.jsonl"], "name a file, in a folder that exists"),
-    (["--question", "q", "--generation_max_length", "9999"], "exceeds the model's 4096 positions; at most 4094, or"),
-    (["--chat", "--instuction", "q"], "--instuction: unknown flag; did you mean --instruction?"),
-    (["--report", ""], "--report: is empty"), (["--question", ""], "--question: is empty"),
-    (["--questions", "arithmetic", "--answers", "/proc/answers.jsonl", "--model_path", "no/such"], "/proc/answers.jsonl"),
-    (["--evaluate", "arithmetic", "--split", "foo"], "arithmetic: there is no split foo; it has train and test"),
-])
-def test_a_mistake_is_one_line(argv, message):
-    with pytest.raises((ValueError, OSError), match=message):
-        infer.main(argv)
+def write_lines(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
 
 
-def test_the_file_of_the_problems_is_not_overwritten_and_a_folder_is_no_file(folder, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    file = tmp_path / "q.jsonl"
-    file.write_text('{"prompt": "1+1=?", "answer": "2"}\n')
-    (tmp_path / "link.jsonl").symlink_to(file)
-    for path, message in (file, "is the file of the problems"), ("./q.jsonl", "is the file"), ("link.jsonl", "is the file"), (
-            tmp_path, "name a file, in a folder"):
-        for flags in ["--questions", str(file), "--answers", str(path)], ["--evaluate", str(file), "--json", str(path)]:
-            with pytest.raises(ValueError, match=rf"^{flags[2]}=.*: {message}"):
-                infer.main(["--model_path", folder, *flags])
-    with pytest.raises(ValueError, match=rf"^--merge_into={file}: name a folder, not a file"):
-        infer.main(["--model_path", folder, "--merge_into", str(file)])
-    assert file.read_text() == '{"prompt": "1+1=?", "answer": "2"}\n'
+def script_tokens(monkeypatch, tokenizer, *turns):
+    """Sample those texts instead of the model's, token by token; a number n stands for n tokens of an environment."""
+    tokens = []
+    for turn in turns:
+        tokens += [0] * turn if isinstance(turn, int) else [*tokenizer.encode(turn, add_special_tokens=False), tokenizer.eos_token_id]
+    monkeypatch.setattr(sample, "sample_inverse_cdf", lambda logits, _: (torch.tensor([tokens.pop(0)]), torch.zeros(1)))
+    monkeypatch.setattr(infer, "refuse_wrong_sampler", lambda engine: None)
+    monkeypatch.setattr(infer, "choose_engine", lambda plain, *_: (plain, None))         # so that tokens come in one order
 
 
-def test_an_evaluation_beyond_the_positions_is_one_line(folder, tmp_path):
-    (tmp_path / "q.jsonl").write_text(json.dumps({"prompt": "1" * 4090, "answer": "2"}) + "\n")
-    with pytest.raises(ValueError, match="exceeds the model's 4096 positions; at most 5, or shorten the prompts"):
-        infer.main(["--model_path", folder, "--evaluate", str(tmp_path / "q.jsonl"), "--generation_max_length", "6"])
+# ---- one question ---------------------------------------------------------------------------------------------------
 
 
-def test_the_built_in_model_is_announced_as_untrained(folder, capsys):
-    argv = ["--question", "1+1=?", "--generation_max_length", "2"]
-    infer.main(argv)
-    assert "no --model_path: this is the built-in model with random weights" in capsys.readouterr().err
-    infer.main(["--model_path", folder, *argv])
-    assert capsys.readouterr().err == ""
+@pytest.mark.parametrize("environment", [[], ["--environment", "calculator", "--max_turns", "2"]])
+def test_control_characters_are_shown_as_escapes_and_kept_in_files(folder, tokenizer, tmp_path, capsys, monkeypatch, environment):
+    answer, shown = "\x1b]0;owned\x07\x1b [2J\r\x9b\x7f\u202e \u2066é", r"\x1b]0;owned\x07\x1b [2J\r\x9b\x7f\u202e \u2066é"
+    script_tokens(monkeypatch, tokenizer, answer, answer)
+    flags = ["--model_path", folder, *environment]
+    infer.main([*flags, "--question", "1+1=?"])
+    assert capsys.readouterr().out == f"{'assistant: ' if environment else ''}{shown}\n"
+    file = write_lines(tmp_path / "q.jsonl", [{"prompt": "1+1=?"}])
+    infer.main([*flags, "--evaluate", file, "--json", str(tmp_path / "a.json")])
+    completion = json.loads((tmp_path / "a.json").read_text())["problems"][0]["completions"][0]["completion"]
+    assert (completion[0]["content"] if environment else completion) == answer
 
 
-def test_answers_without_a_file_are_printed_one_line_of_ascii_each_and_are_those_of_the_file(folder, tmp_path, capsys):
-    (tmp_path / "questions.jsonl").write_text(json.dumps({"prompt": "1\x9b31m+1"}) + "\n" + json.dumps({"prompt": "é"}))
-    flags = f"--model_path {folder} --questions {tmp_path}/questions.jsonl --samples 3 --generation_max_length 4".split()
-    infer.main([*flags, "--answers", str(tmp_path / "answers.jsonl")])
-    capsys.readouterr()
+def test_the_prompt_of_a_question_has_the_instruction_and_a_conversation_shows_its_tools(folder, tokenizer, capsys, monkeypatch):
+    reply = encode_reply(tokenizer, "Add.\n2+2?", {"role": "tool", "content": "4"}, [tokenizer.eos_token_id])
+    script_tokens(monkeypatch, tokenizer, "calculate(2+2)", len(reply), "it is 4")
+    real, prompts = evaluation.sample_completions, []
+
+    def recorded(engine, environment, examples, *args, **options):
+        prompts.extend(example["prompt"] for example in examples)
+        return real(engine, environment, examples, *args, **options)
+
+    monkeypatch.setattr(evaluation, "sample_completions", recorded)
+    infer.main(["--model_path", folder, "--question", "2+2?", "--instruction", "Add.", "--environment", "calculator", "--max_turns", "3"])
+    assert prompts == ["Add.\n2+2?"]
+    assert capsys.readouterr().out == "assistant: calculate(2+2)\ntool: 4\nassistant: it is 4\n"
+
+
+def test_answers_do_not_wait_for_the_check_of_packing_and_are_marked_if_truncated(folder, capsys, monkeypatch):
+    monkeypatch.setattr(infer, "choose_engine", lambda *_: pytest.fail("seconds"))
+    flags = ["--question", "1+1=?", "--generation_max_length", "2"]
+    infer.main([*flags, "--model_path", folder, "--samples", "3"])
+    printed = capsys.readouterr()
+    assert printed.out.count("(truncated at --generation_max_length=2)\n") == 3 and printed.err == ""
     infer.main(flags)
+    assert "no --model_path: this is the built-in model with random weights" in capsys.readouterr().err
+
+
+def test_a_model_that_only_answers_is_frozen_and_stored_in_the_precision_it_computes_in(folder, monkeypatch):
+    engines = []
+    monkeypatch.setattr(infer, "print_answers", lambda args: infer.sample_and_score(args, [{"prompt": "1"}]))
+    monkeypatch.setattr(evaluation, "sample_and_score", lambda engine, *_, **options: engines.append(engine))
+    for precision in "auto", "bfloat16":
+        infer.main(["--model_path", folder, "--question", "1", "--precision", precision])
+    models = [engine.model for engine in engines]
+    assert [model.model.layers[0].mlp.up_proj.weight.dtype for model in models] == [torch.float32, torch.bfloat16]
+    assert not any(parameter.requires_grad for model in models for parameter in model.parameters())
+
+
+# ---- an evaluation --------------------------------------------------------------------------------------------------
+
+MINE = '''
+def length(completions, **columns):
+    return [float(len(text)) for text in completions]
+
+def later(completions, prompts, **columns):
+    return [None if prompt == "p0" else 2.0 for prompt in prompts]
+
+def strict(completions, prompts, **columns):
+    if "p2" in prompts:
+        raise ValueError("first line\\nsecond line")
+    return [1.0 for prompt in prompts]
+'''
+SUMS = "--evaluate arithmetic --limit 40 --generation_max_length 4".split()
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    """Eight prompts without answers, and reward functions in a file."""
+    (tmp_path / "mine.py").write_text(MINE)
+    return ["--evaluate", write_lines(tmp_path / "prompts.jsonl", [{"prompt": f"p{i}", "level": i} for i in range(8)]),
+            "--generation_max_length", "12"]
+
+
+@pytest.fixture
+def scripted(monkeypatch):
+    """The completions are those of the list that this returns, over and over."""
+    real, texts = evaluation.sample_completions, []
+
+    def sampled(*args, **options):
+        rollout = real(*args, **options)
+        rollout.completions = [texts[row % len(texts)] for row in range(len(rollout.completions))]
+        return rollout
+
+    monkeypatch.setattr(evaluation, "sample_completions", sampled)
+    return texts
+
+
+def result_of(tmp_path, *argv):
+    """Evaluate, and return what --json writes."""
+    infer.main([*argv, "--json", str(tmp_path / "result.json")])
+    return json.loads((tmp_path / "result.json").read_text())
+
+
+def test_one_completion_is_what_a_run_says(folder, scripted, settings, capsys):
+    for p, example in enumerate(load_examples("arithmetic", "test", limit=40)):
+        scripted.append(f"<answer>{example['answer'] if p % 3 == 0 else 'x'}</answer>")
+    infer.main(["--model_path", folder, *SUMS])
+    engine = make_engine("shared", *load_any_policy(Config.of(model_path=folder).model))
+    result = evaluation.evaluate(engine, Ranks(), load_examples("arithmetic", "test", limit=40), settings, seed=0)
+    assert capsys.readouterr().out == held_out_text(result, Config()) + "\n" and result["eval_accuracy"] == 14 / 40
+
+
+def test_several_samples_and_reward_functions_are_printed_and_written(folder, scripted, tmp_path, capsys):
+    for p, example in enumerate(load_examples("arithmetic", "test", limit=40)):
+        scripted += [f"<answer>{example['answer'] if p % 2 == 0 else 'x'}</answer>", "<answer>y</answer>", "none"]
+    functions = ["--reward_functions", "correctness", "reasoning_coherence", "--reward_weights", "1", "0.5"]
+    written = result_of(tmp_path, "--model_path", folder, *SUMS, "--samples", "3", *functions)
     printed = capsys.readouterr().out
-    written = (tmp_path / "answers.jsonl").read_text().splitlines()
-    assert list(map(json.loads, printed.splitlines())) == list(map(json.loads, written)) and len(written) == 6
-    assert printed.isascii() and "\x1b" not in printed
+    found = {name: estimate["mean"] for name, estimate in written["estimates"].items()}
+    assert found == pytest.approx({"accuracy": 1 / 6, "pass@2": 1 / 3, "pass@3": 0.5, "majority@3": 0.25,
+                                   "reward/reasoning_coherence": 2 / 15, "reward": 1 / 6 + 1 / 15})
+    for name, mean in found.items():
+        assert re.search(rf"^{name} {mean:.3f}( \[.*\])? of 40 x 3$", printed, flags=re.MULTILINE)
+    assert written["samples"] == 3 and written["reward_weights"] == [1, 0.5]
+    first = written["problems"][0]
+    assert [completion["completion"] for completion in first["completions"]] == scripted[:3]
+    assert first["answer"] == load_examples("arithmetic", "test", limit=1)[0]["answer"]
+    for completion in first["completions"]:
+        rewards = completion["rewards"]
+        assert completion["reward"] == rewards["correctness"] + 0.5 * rewards["reasoning_coherence"]
+
+
+def test_prompts_without_answers_are_completed_into_a_file_with_their_columns(folder, prompts, tmp_path, capsys):
+    written = result_of(tmp_path, "--model_path", folder, *prompts, "--samples", "2", "--generation_max_length", "3")
+    assert capsys.readouterr().out == f"{tmp_path}/result.json: 8 prompts with their completions\n"
+    assert [(problem["prompt"], problem["level"]) for problem in written["problems"]] == [(f"p{i}", i) for i in range(8)]
+    completions = [completion for problem in written["problems"] for completion in problem["completions"]]
+    assert len(completions) == 16 and len({completion["completion"] for completion in completions}) > 8
+    assert {type(completion["finished"]) for completion in completions} == {bool}
+    assert all(completion["reward"] is None for completion in completions)
+
+
+def test_rows_without_an_answer_do_not_count_for_accuracy(folder, scripted, tmp_path, capsys):
+    scripted += ["<answer>1</answer>"]
+    file = write_lines(tmp_path / "some.jsonl", [{"prompt": "a", "answer": "1"}, {"prompt": "b"}, {"prompt": "c", "answer": "2"}])
+    argv = ["--model_path", folder, "--evaluate", file, "--generation_max_length", "4"]
+    written = result_of(tmp_path, *argv, "--reward_functions", "repetition_penalty")
+    assert [problem["completions"][0]["rewards"]["correctness"] for problem in written["problems"]] == [1.0, None, 0.0]
+    printed = capsys.readouterr().out
+    assert re.search(r"accuracy 0.500 \[.*\] of 2\nreward/repetition_penalty 0.000 of 3\nreward 0.000 of 3\n", printed)
+
+
+def test_what_a_function_could_not_score_is_left_out(folder, tmp_path, prompts, capsys):
+    functions = ["--reward_functions", f"{tmp_path}/mine.py:length", f"{tmp_path}/mine.py:later"]
+    written = result_of(tmp_path, "--model_path", folder, *prompts, *functions, "--samples", "2")
+    completions = [problem["completions"] for problem in written["problems"]]
+    assert [completion["rewards"]["later"] for completion in completions[0]] == [None, None]
+    lengths = [statistics.mean(completion["rewards"]["length"] for completion in of_problem) for of_problem in completions]
+    mean = statistics.mean(length + 2 * (p > 0) for p, length in enumerate(lengths))
+    half = 1.96 * statistics.stdev(lengths) / math.sqrt(8)
+    printed = capsys.readouterr().out
+    assert "reward/later 2.000 of 7 x 2\n" in printed and f"\nreward {mean:.3f} [" in printed and "accuracy" not in printed
+    assert f"reward/length {statistics.mean(lengths):.3f} [{statistics.mean(lengths) - half:.3f}, " in printed
+
+
+def test_a_function_that_raises_is_one_line_or_unscored(folder, tmp_path, prompts):
+    argv = ["--model_path", folder, *prompts, "--reward_functions", f"{tmp_path}/mine.py:strict"]
+    with pytest.raises(RunError, match=r"^reward function strict raised ValueError: first line second line \(mine.py.*on 8 completions"):
+        infer.main(argv)
+    written = result_of(tmp_path, *argv, "--reward_errors", "none")
+    assert [problem["completions"][0]["reward"] for problem in written["problems"]] == [None if p == 2 else 1.0 for p in range(8)]
+
+
+def test_a_conversation_whose_environment_raises_is_one_line_or_unscored_and_not_right(folder, tmp_path, scripted):
+    (tmp_path / "broken.py").write_text("def respond(conversation, answer):\n    return 1 / (int(answer) % 2)\n")
+    scripted += ["<answer>1</answer>"]
+    argv = ["--model_path", folder, "--evaluate", "arithmetic", "--limit", "8", "--environment", f"{tmp_path}/broken.py:respond",
+            "--max_turns", "2", "--reward_functions", "environment", "--generation_max_length", "400"]
+    with pytest.raises(RunError, match=r"environment .*broken.py:respond raised (ZeroDivision|Type)Error.*--reward_errors none"):
+        infer.main(argv)
+    written = result_of(tmp_path, *argv, "--reward_errors", "none")
+    rewards = [problem["completions"][0]["rewards"] for problem in written["problems"]]
+    unscored = [row["environment"] is None for row in rewards]
+    assert any(unscored) and unscored == [row["correctness"] is None for row in rewards]
+    assert written["estimates"].get("accuracy", {"problems": 0})["problems"] == 8 - sum(unscored)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_the_batch_size_bounds_what_is_sampled_at_once_and_changes_no_answer(folder, tmp_path, monkeypatch, prompts, size):
+    real, batches = evaluation.sample_completions, []
+
+    def counting(engine, environment, examples, config, **options):
+        batches.append(config.generation_batch_size)
+        return real(engine, environment, examples, config, **options)
+
+    monkeypatch.setattr(evaluation, "sample_completions", counting)
+    argv = ["--model_path", folder, *prompts, "--limit", "3", "--samples", "2", "--reward_functions", "diversity"]
+    every = result_of(tmp_path, *argv)["problems"]
+    assert every == result_of(tmp_path, *argv, "--generation_batch_size", f"{size}")["problems"] and batches == [64, size]
+
+
+def test_an_answer_form_that_no_completion_has_is_mentioned(folder, scripted, capsys):
+    for text, noted in ("The sum is 7.", True), ("<answer>x</answer>", False):
+        scripted[:] = [text]
+        infer.main(["--model_path", folder, *SUMS])
+        assert (capsys.readouterr().err == "no completion has an <answer>...</answer>: ask for it with --instruction\n") == noted
+
+
+# ---- reports and mistakes -------------------------------------------------------------------------------------------
+
+
+def test_a_report_of_several_runs_compares_them(monkeypatch, capsys):
+    monkeypatch.setattr(report, "compare_runs", lambda folders: " and ".join(folder.name for folder in folders), raising=False)
+    infer.main(["--report", "outputs/a", "outputs/b"])
+    assert capsys.readouterr().out == "a and b\n"
+
+
+@pytest.mark.parametrize("flags,message", [
+    ("", "give one of --question, --evaluate and --report"),
+    ("--question q --evaluate arithmetic", "not allowed with argument --question"),
+    ("--question q --json a.json", "--json and --reward_functions: need --evaluate"),
+    ("--question q --reward_functions countdown", "--json and --reward_functions: need --evaluate"),
+    ("--question q --instuction q", "--instuction: unknown flag; did you mean --instruction?"),
+    ("--question q --generation_top_p 2", "--generation_top_p=2.0: must be above 0"),
+    ("--question q --max_turns 3", "no environment continues the conversation"),
+    ("--question q --precision float8", "--precision=float8: choose one of"),
+    ("--evaluate arithmetic --samples 0", "--samples=0: must be at least 1"),
+    ("--evaluate arithmetic --split foo", "arithmetic: there is no split foo; it has train and test"),
+    ("--evaluate arithmetic --json {tmp}/no/such.json", "No such file or directory: '.*/no/such.json'"),
+    ("--evaluate {tmp}/bare.jsonl --json {tmp}/link.jsonl", "link.jsonl: is the file of the problems"),
+    ("--evaluate {tmp}/bare.jsonl", "no example has an answer; name its column with --answer_column, or --reward_functions that need none"),
+    ("--evaluate {tmp}/bare.jsonl --reward_functions correctness countdown", "countdown: needs the column numbers"),
+    ("--evaluate {tmp}/object.jsonl", "the answers in .*object.jsonl are objects; name a field: --answer_column answer.truth"),
+    ("--evaluate {tmp}/bare.jsonl --environment {tmp}/mine.py:respond --max_turns 2 --json x", "mine.py:respond: needs the column level"),
+    ("--evaluate arithmetic --reward_functions {tmp}/mine.py:f {tmp}/other.py:f", "two have the name"),
+    ("--evaluate arithmetic --reward_functions countdown --reward_weights 1 2", "2 weights for 1 reward functions, countdown"),
+])
+def test_mistakes_are_one_line_before_a_model_is_loaded(tmp_path, monkeypatch, flags, message):
+    bare = write_lines(tmp_path / "bare.jsonl", [{"prompt": "a"}, {"prompt": "b", "answer": " "}])
+    (tmp_path / "link.jsonl").symlink_to(bare)
+    write_lines(tmp_path / "object.jsonl", [{"prompt": "a", "answer": {"truth": "1"}}])
+    for name in "mine.py", "other.py":
+        (tmp_path / name).write_text("def f(completions, **columns): ...\ndef respond(conversation, level): ...\n")
+    monkeypatch.setattr(infer, "load_any_policy", lambda *_, **options: pytest.fail("a model was loaded"))
+    with pytest.raises((ValueError, OSError), match=message) as error:
+        infer.main(flags.replace("{tmp}", str(tmp_path)).split())
+    assert "\n" not in str(error.value)
+
+
+def test_a_prompt_beyond_the_positions_of_the_model_is_one_line(folder, tmp_path):
+    file = write_lines(tmp_path / "q.jsonl", [{"prompt": "1" * 4090, "answer": "2"}])
+    with pytest.raises(ValueError, match="exceeds the model's 4096 positions; at most 5, or shorten the prompts"):
+        infer.main(["--model_path", folder, "--evaluate", file, "--generation_max_length", "6"])

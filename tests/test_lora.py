@@ -5,8 +5,8 @@ from functools import partial
 import pytest
 import torch
 from conftest import ARCHITECTURES, PROMPTS, comparable, ctrl_c_after, run_folder, with_noise
-from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM
+from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import infer
 import train
@@ -125,7 +125,11 @@ def test_a_run_with_an_adapter_resumes_and_is_evaluated(tmp_path, capsys):
     capsys.readouterr()
     evaluation = "--evaluate arithmetic --limit 8 --generation_max_length 8".split()
     infer.main(["--model_path", str(final), *evaluation])
-    assert capsys.readouterr().out.startswith("accuracy")
+    evaluated = capsys.readouterr().out
+    AutoPeftModelForCausalLM.from_pretrained(final).merge_and_unload().save_pretrained(tmp_path / "merged")      # as in docs/scale.md
+    AutoTokenizer.from_pretrained(final).save_pretrained(tmp_path / "merged")
+    infer.main(["--model_path", str(tmp_path / "merged"), *evaluation])
+    assert capsys.readouterr().out == evaluated and evaluated.startswith("accuracy")
 
 
 def test_a_check_with_a_new_adapter_of_the_built_in_model_writes_nothing(tmp_path):

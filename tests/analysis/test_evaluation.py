@@ -1,24 +1,21 @@
-"""pass@k, majority votes and intervals: against enumeration, formulas and simulation."""
+"""pass@k, majority votes, intervals, and the metrics of an evaluation in training."""
 
 import itertools
-import json
 import math
+import statistics
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
-from analysis import chat, evaluation
-import infer
-from config import Config, ModelConfig
-from data import load_examples
-from analysis.evaluation import (
-    estimate_by_t, estimate_mean, evaluate, majority_vote, pass_at_k, share_interval, summarise, values_by_problem,
-)
+from analysis import evaluation
+from analysis.evaluation import estimate_all, estimate_mean, evaluate, majority_vote, pass_at_k
+from config import ModelConfig
 from engine import make_engine
-from engine.ranks import Ranks
 from engine.policy import load_any_policy
-from runs.console import held_out_text
+from engine.ranks import Ranks
+from experience import Groups
 
 
 @pytest.mark.parametrize("n", [1, 3, 6])
@@ -37,161 +34,79 @@ def test_a_majority_votes_by_value_draws_are_shared_and_the_unreadable_abstain(a
     assert majority_vote(texts, "7") == pytest.approx(vote)
 
 
-def test_the_summary_by_hand():
-    problems = [{"right": [True, False, False, False], "majority": 0.5}, {"right": [False] * 4, "majority": 0.0}]
-    found = {name: estimate["mean"] for name, estimate in summarise(problems).items()}
-    assert found == {"accuracy": 0.125, "pass@1": 0.125, "pass@2": 0.25, "pass@4": 0.5, "majority@4": 0.25}
-    assert list(summarise([{"right": [True], "majority": 1.0}])) == ["accuracy"]
-    better = [problems[0], {"right": [True] * 4, "majority": 1.0}]
-    assert {name: d["mean"] for name, d in summarise(better, problems).items()} == {
-        "accuracy": 0.5, "pass@1": 0.5, "pass@2": 0.5, "pass@4": 0.5, "majority@4": 0.5
-    }
+def groups_of(rewards, answers=(), completions=()):
+    """Groups with those rewards by function (P, n)."""
+    per_function = {name: torch.tensor(rows, dtype=torch.float64) for name, rows in rewards.items()}
+    scores = per_function["correctness"]
+    rollout = type("Rollout", (), {"completions": list(completions)})
+    return Groups([{"answer": answer} for answer in answers], rollout, scores, per_function, scores)
 
 
-# ---- intervals: how often they hold the truth -----------------------------------------------------------------------
-
-TIMES = 500                     # 95 % of them is found to within 2 % by two standard deviations
-
-
-def measured(generator, n, chances):
-    """Problems with these chances of success, each with n completions."""
-    return [{"right": row, "majority": 0.0} for row in (generator.random((len(chances), n)) < chances[:, None]).tolist()]
-
-
-def test_an_interval_ends_where_results_as_far_or_farther_have_a_chance_of_2_5_in_100():
-    """The ends are tried in the sums of the binomial distribution; where all problems agree, in its one term."""
-    def chance(n, p, counts):
-        return sum(math.comb(n, c) * p**c * (1 - p) ** (n - c) for c in counts)
-
-    for successes, n in (1, 20), (7, 20), (19, 20), (3, 256), (128, 256):
-        low, high = share_interval(successes, n)
-        assert chance(n, low, range(successes, n + 1)) == pytest.approx(0.025, abs=1e-5)
-        assert chance(n, high, range(successes + 1)) == pytest.approx(0.025, abs=1e-5)
-    for n in 1, 20, 256:
-        for value in 0.0, 1.0:
-            found = estimate_mean(np.full(n, value))
-            exact = (0.025 ** (1 / n), 1.0) if value else (0.0, 1 - 0.025 ** (1 / n))
-            assert (found["low"], found["high"]) == pytest.approx(exact, abs=1e-6)
+def test_the_estimates_by_hand():
+    right = [[1.0, 0.0, 0.0, 0.0], [0.0] * 4, [math.nan, 1.0, 1.0, 1.0]]                 # the last could not be scored
+    length = [[2.0, 4.0, math.nan, 3.0], [-1.0] * 4, [math.nan] * 4]
+    texts = [f"<answer>{text}</answer>" for text in ["7", "8", "x", "y", *"8888", *"7777"]]
+    found = estimate_all(groups_of({"correctness": right, "length": length}, ["7"] * 3, texts))
+    assert {name: estimate["mean"] for name, estimate in found.items()} == pytest.approx({
+        "accuracy": 0.125, "pass@2": 0.25, "pass@4": 0.5, "majority@4": 0.125,
+        "reward/correctness": (0.25 + 0 + 1) / 3, "reward/length": 1.0})
+    assert {name: estimate["problems"] for name, estimate in found.items()} == {
+        "accuracy": 2, "pass@2": 2, "pass@4": 2, "majority@4": 2, "reward/correctness": 3, "reward/length": 2}
+    assert list(estimate_all(groups_of({"correctness": [[1.0]]}, ["7"], ["7"]))) == ["accuracy", "reward/correctness"]
+    unknown = estimate_all(groups_of({"correctness": [[math.nan]]}))
+    assert unknown == {"reward/correctness": {"mean": None, "low": None, "high": None, "problems": 0}}
 
 
-def test_completions_of_one_problem_are_no_more_problems():
-    """An interval over all completions would be far too short: it takes them for independent."""
-    generator, held = np.random.default_rng(0), 0
-    for _ in range(TIMES):
-        right = np.array([problem["right"] for problem in measured(generator, 16, generator.beta(0.6, 1.4, 60))])
-        low, high = share_interval(right.sum(), right.size)
-        held += low <= 0.3 <= high
-    assert held / TIMES < 0.7
+# ---- intervals ------------------------------------------------------------------------------------------------------
 
 
-def test_the_interval_of_fractional_values_is_that_of_their_variance():
-    values = np.random.default_rng(1).random(200)
-    found, half = estimate_mean(values), 1.96 * values.std() / math.sqrt(200)
-    assert (found["low"], found["high"]) == pytest.approx((values.mean() - half, values.mean() + half), abs=0.005)
-    alike = estimate_mean(np.full(20, 0.5))
-    assert alike["low"] < 0.45 and alike["high"] > 0.55, "a few equal values are no certainty"
+def test_the_interval_of_rewards_is_normal_over_problems_not_over_completions():
+    rewards = [[1.0, 3.0], [-5.0, -6.0], [4.0, 4.0], [0.5, -0.5], [2.0, 8.0], [0.0, 1.0], [7.0, -9.0], [3.0, 3.0]]
+    means = [statistics.mean(row) for row in rewards]
+    mean, half = statistics.mean(means), 1.96 * statistics.stdev(means) / math.sqrt(8)
+    for times in 1, 3:                                    # more completions are no more problems
+        groups = groups_of({"correctness": [[math.nan]] * 8, "mine": [row * times for row in rewards]})
+        assert estimate_all(groups)["reward/mine"] == pytest.approx({"mean": mean, "low": mean - half, "high": mean + half, "problems": 8})
+    for equal in ([0.3], [0.1] * 9, [0.0] * 9, [1.0] * 9):
+        found = estimate_mean(np.array(equal), is_share=False)
+        assert found["low"] is None is found["high"] and found["mean"] == pytest.approx(equal[0])
 
 
-CHANCES = {                     # of success, by problem
-    "some easy, some hard": lambda g, size: g.beta(0.6, 1.4, size),
-    "near 1": lambda g, size: g.beta(5, 0.3, size),
-    "3 % hard": lambda g, size: np.where(g.random(size) < 0.97, 0.999, 0.1),
-    "90 % never": lambda g, size: np.where(g.random(size) < 0.9, 0.0, 0.7),
+def test_the_interval_of_shares_is_that_with_two_more_zeros_and_ones():
+    for successes, n in (0, 4), (3, 20), (20, 20), (128, 256):
+        found = estimate_mean(np.array([1.0] * successes + [0.0] * (n - successes)), is_share=True)
+        share = (successes + 2) / (n + 4)
+        half = 1.96 * math.sqrt(share * (1 - share) / (n + 3))
+        assert found == pytest.approx(
+            {"mean": successes / n, "low": max(0, share - half), "high": min(1, share + half), "problems": n})
+    rows = [[float(i < 3)] for i in range(40)]            # rewards of 0 and 1 are shares
+    found = estimate_all(groups_of({"correctness": rows, "mine": rows}, [""] * 40, [""] * 40))
+    assert found["accuracy"] == found["reward/mine"] == found["reward/correctness"] and found["accuracy"]["low"] > 0
+
+
+CHANCES = {                     # of success, by problem; problems, completions, share of intervals that hold the truth
+    "some easy, some hard": (lambda g, size: g.beta(0.6, 1.4, size), 100, 1),
+    "near 1": (lambda g, size: g.beta(5, 0.3, size), 10, 16),
+    "3 % hard": (lambda g, size: np.where(g.random(size) < 0.97, 0.999, 0.1), 20, 4),
 }
-COVERED = [                     # estimate, its interval, chances, problems, completions, share of intervals that hold the truth
-    ("accuracy", "mean", "some easy, some hard", 100, 1, 0.964),
-    ("accuracy", "mean", "near 1", 10, 16, 0.998),
-    ("pass@8", "mean", "near 1", 10, 8, 1.000),
-    ("pass@4", "mean", "3 % hard", 20, 4, 0.996),
-    ("pass@4", "mean", "90 % never", 100, 4, 0.954),
-    ("accuracy", "difference", "some easy, some hard", 100, 1, 0.964),
-    ("accuracy", "difference", "near 1", 10, 16, 0.914),
-    ("pass@4", "difference", "90 % never", 50, 4, 0.932),
-]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name,kind,chances,size,n,share", COVERED)
-def test_the_coverage_is_the_measured_one(name, kind, chances, size, n, share):
-    generator, gain = np.random.default_rng(0), 0.05 * (kind == "difference")
-
-    def values(difficulty):
-        return values_by_problem(measured(generator, n, difficulty))[name]
-
-    many = CHANCES[chances](generator, 1_000_000)
-    k = int(name.removeprefix("pass@")) if "@" in name else 1
-    truth = np.mean(1 - (1 - np.minimum(1, many + gain)) ** k - (1 - (1 - many) ** k) * bool(gain))
-    held = 0
-    for _ in range(TIMES):
-        difficulty = CHANCES[chances](generator, size)
-        found = estimate_by_t(values(np.minimum(1, difficulty + gain)) - values(difficulty)) if gain else estimate_mean(values(difficulty))
-        held += found["low"] is not None and found["low"] <= truth <= found["high"]
-    assert held / TIMES == share >= (0.91 if gain else 0.94), held / TIMES
+@pytest.mark.parametrize("chances", CHANCES)
+def test_the_interval_of_a_share_holds_the_truth_95_times_of_100(chances):
+    draw, size, n = CHANCES[chances]
+    generator, held = np.random.default_rng(0), 0
+    truth = draw(generator, 1_000_000).mean()
+    for _ in range(500):
+        right = generator.random((size, n)) < draw(generator, size)[:, None]
+        found = estimate_mean(right.mean(axis=1), is_share=True)
+        held += found["low"] <= truth <= found["high"]
+    assert held / 500 >= 0.94
 
 
-# ---- from the command line ------------------------------------------------------------------------------------------
+# ---- in training ----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def scripted(monkeypatch):
-    """The first two completions of every problem with an even answer are right; the model called "other" is always wrong."""
-    real, truth = evaluation.sample_completions, lambda prompt: eval(prompt.removesuffix("=?"))
-
-    def sample(engine, environment, examples, config, *, num_completions, **options):
-        rollout = real(engine, environment, examples, config, num_completions=num_completions, **options)
-        prompts = [example["prompt"] for example in examples]
-        rollout.completions = [
-            f"<answer>{truth(prompt) if g < 2 and truth(prompt) % 2 == 0 and engine.model.name_or_path != 'other' else 'x'}</answer>"
-            for prompt in prompts for g in range(num_completions)
-        ]
-        return rollout
-
-    monkeypatch.setattr(evaluation, "sample_completions", sample)
-
-
-ASK = "--evaluate arithmetic --limit 40 --generation_max_length 4".split()
-
-
-def test_several_samples_are_measured_written_down_and_compared(folder, scripted, capsys, tmp_path, monkeypatch):
-    load = chat.load_any_policy
-
-    def named(config, **options):
-        model, tokenizer = load(config, **options)
-        model.name_or_path = "other" if config.model_path == "" else "first"
-        return model, tokenizer
-
-    monkeypatch.setattr(chat, "load_any_policy", named)
-    file = tmp_path / "result.json"
-    infer.main(["--model_path", folder, *ASK, "--samples", "4", "--json", str(file)])
-    printed, result = capsys.readouterr().out, json.loads(file.read_text())
-    even = np.mean([int(problem["answer"]) % 2 == 0 for problem in result["results"][0]["problems"]])
-    assert 0 < even < 1
-    found = {name: estimate["mean"] for name, estimate in result["results"][0]["estimates"].items()}
-    assert found == pytest.approx(
-        {"accuracy": even / 2, "pass@1": even / 2, "pass@2": even * (1 - 1 / 6), "pass@4": even, "majority@4": even / 2}
-    )
-    for name, mean in found.items():
-        assert f"{name} {mean:.3f} [" in printed
-    assert "] of 40 x 4\n" in printed
-    assert result["samples"] == 4 and "differences" not in result
-
-    monkeypatch.setattr(chat, "load_any_policy", lambda config, **_: named(ModelConfig(config.model_path.replace("none", ""))))
-    infer.main(["--model_path", folder, *ASK, "--samples", "4", "--against_model", "none", "--json", str(file)])
-    differences = json.loads(file.read_text())["differences"]
-    assert differences["pass@4"]["mean"] == pytest.approx(even) and differences["pass@4"]["low"] > 0
-    assert f"{folder} minus none\naccuracy {even / 2:.3f} [" in capsys.readouterr().out
-
-
-def test_one_sample_is_what_evaluate_says(folder, scripted, settings, capsys):
-    model, tokenizer = load_any_policy(ModelConfig(model_path=folder))
-    infer.main(["--model_path", folder, *ASK])
-    examples = load_examples("arithmetic", "test", limit=40)
-    result = evaluate(make_engine("shared", model, tokenizer), Ranks(), examples, settings, seed=0)
-    assert 0 < result["eval_accuracy"] < 1
-    assert capsys.readouterr().out == held_out_text(result, Config()) + "\n"
-
-
-def test_accuracy_counts_sampled_answers(folder, monkeypatch, settings, capsys):
+def test_the_metrics_of_an_evaluation(folder, monkeypatch, settings):
     engine = make_engine("shared", *load_any_policy(ModelConfig(model_path=folder)))
     real, settings = evaluation.sample_completions, replace(settings, generation_batch_size=2)
 
@@ -200,51 +115,18 @@ def test_accuracy_counts_sampled_answers(folder, monkeypatch, settings, capsys):
         rollout.completions = [f"<answer>{'1' if e['prompt'] == 'easy' else '0'}</answer>" for e in examples]
         return rollout
 
+    def length(completions, **columns):
+        return [float(i) for i, _ in enumerate(completions)]
+
     monkeypatch.setattr(evaluation, "sample_completions", scripted)
     examples = [{"prompt": "easy", "answer": "1"}] * 3 + [{"prompt": "hard", "answer": "1"}] + [{"prompt": "unknown"}]
-    result = evaluate(engine, Ranks(), examples, settings, seed=0)
-    assert result["eval_accuracy"] == 0.75 and result["eval_problems"] == 4
-    assert (result["eval_accuracy_low"], result["eval_accuracy_high"]) == pytest.approx(share_interval(3, 4))
-    assert "eval_accuracy" not in evaluate(engine, Ranks(), examples[-1:], settings, seed=0)
-    infer.main(["--model_path", folder, "--evaluate", "arithmetic", "--limit", "4", "--generation_max_length", "4"])
-    assert "accuracy 0.000 [0.000, 0.602] of 4" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("size", [1, 3])
-def test_the_batch_size_bounds_what_is_sampled_at_once_and_changes_no_answer(folder, tmp_path, monkeypatch, size):
-    real, batches = evaluation.sample_completions, []
-
-    def counting(engine, environment, examples, config, **options):
-        batches.append(config.generation_batch_size)
-        return real(engine, environment, examples, config, **options)
-
-    monkeypatch.setattr(evaluation, "sample_completions", counting)
-    (tmp_path / "q.jsonl").write_text("".join(f'{{"prompt": "{n}+1=?", "answer": "{n + 1}"}}\n' for n in range(3)))
-    flags = ["--model_path", folder, "--evaluate", f"{tmp_path}/q.jsonl", "--generation_max_length", "6", "--samples", "2",
-             "--reward_functions", "diversity"]
-    for name, more in ("all", []), ("few", ["--generation_batch_size", f"{size}"]):
-        infer.main([*flags, *more, "--json", f"{tmp_path}/{name}.json"])
-    every, few = (json.loads((tmp_path / f"{name}.json").read_text())["results"] for name in ("all", "few"))
-    assert batches == [64, size] and every == few
-
-
-@pytest.mark.parametrize("flags,message", [
-    ("--evaluate arithmetic --samples 0", "--samples=0: must be at least 1"),
-    ("--evaluate arithmetic --samples 4 --generation_temperature 0", "--samples=4: all equal with --generation_temperature=0"),
-    ("--evaluate {tmp}/bare.jsonl", "no example has an answer; name --reward_functions that need none, or the column with --answer"),
-    ("--evaluate {tmp}/bare.jsonl --reward_functions correctness", "correctness: needs the column answer"),
-    ("--evaluate {tmp}/blank.jsonl", "no example has an answer"),
-    ("--evaluate {tmp}/object.jsonl", "the answers in .*object.jsonl are objects; name a field: --answer_column answer.truth"),
-    ("--evaluate arithmetic --reward_functions {tmp}/mine.py:f {tmp}/other.py:f", "two have the name"),
-    ("--evaluate arithmetic --reward_functions countdown --reward_weights 1 2", "2 weights for 1 reward functions, countdown"),
-])
-def test_mistakes_are_one_line_before_a_model_is_loaded(tmp_path, monkeypatch, flags, message):
-    (tmp_path / "bare.jsonl").write_text('{"prompt": "a"}\n')
-    (tmp_path / "blank.jsonl").write_text('{"prompt": "a", "answer": " "}\n')
-    (tmp_path / "object.jsonl").write_text('{"prompt": "a", "answer": {"truth": "1"}}\n')
-    for name in "mine.py", "other.py":
-        (tmp_path / name).write_text("def f(completions, **columns): ...\n")
-    monkeypatch.setattr(chat, "load_any_policy", lambda *_: pytest.fail("a model was loaded"))
-    with pytest.raises(ValueError, match=message) as error:
-        infer.main(flags.replace("{tmp}", str(tmp_path)).split())
-    assert "\n" not in str(error.value)
+    result = evaluate(engine, Ranks(), examples, settings, seed=0, reward_functions=[length])
+    shares = estimate_mean(np.array([1.0, 1.0, 1.0, 0.0]), is_share=True)
+    lengths = estimate_mean(np.arange(5.0), is_share=False)
+    assert result.pop("eval_truncated") > 0
+    assert result == {
+        "eval_problems": 4, "eval_accuracy": 0.75, "eval_accuracy_low": shares["low"], "eval_accuracy_high": shares["high"],
+        "eval_reward/correctness": 0.75, "eval_reward_low/correctness": shares["low"], "eval_reward_high/correctness": shares["high"],
+        "eval_reward/length": 2.0, "eval_reward_low/length": lengths["low"], "eval_reward_high/length": lengths["high"]}
+    unknown = evaluate(engine, Ranks(), examples[-1:], settings, seed=0)
+    assert "eval_accuracy" not in unknown and unknown["eval_problems"] == 1 and unknown["eval_reward/correctness"] is None

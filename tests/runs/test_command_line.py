@@ -15,7 +15,7 @@ from runs import setup
 from runs.command_line import COMMON, parse_config
 
 
-@pytest.mark.parametrize("program,typed", [("train.py", ["--learning-rat", "1"]), ("infer.py", ["--chat", "--envronment", "x"])])
+@pytest.mark.parametrize("program,typed", [("train.py", ["--learning-rat", "1"]), ("infer.py", ["--envronment", "x"])])
 def test_a_mistyped_flag_of_a_program_is_one_line(program, typed):
     process = Program(program, *typed)
     _, error = process.communicate(timeout=60)

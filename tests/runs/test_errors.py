@@ -252,18 +252,18 @@ def test_a_second_ctrl_c_leaves_at_once_with_one_line(tmp_path):
     process.send_signal(signal.SIGINT)
     error = process.wait(20).stderr
     assert process.returncode == 130
-    assert error.strip().splitlines()[-1].startswith("train.py: stopped at once; continue from the last checkpoint")
+    assert error.strip().splitlines()[-1].startswith("train.py: stopped at once; --resume continues")
     assert latest_checkpoint(tmp_path / "run").name == "step-00000002"
 
 
 @pytest.mark.parametrize("error,code,shown", [
     (RunError("wrong"), 1, "train.py: wrong"), (OSError(errno.ENOSPC, "No space left on device"), 1, "No space left"),
-    (KeyboardInterrupt(), 130, "continue from the last checkpoint"), (ValueError("--seed=x: wrong"), 2, "error: --seed=x: wrong"),
+    (KeyboardInterrupt(), 130, "train.py: stopped at once; --resume continues"), (ValueError("--seed=x: wrong"), 2, "train.py: error: --seed=x: wrong"),
     (OUT_OF_MEMORY[0], 1, "lower --max_tokens_per_forward"), (OUT_OF_MEMORY[1], 1, "lower --max_tokens_per_forward"),
     (RuntimeError("a bug"), None, ""), (KeyError("a bug"), None, ""),
 ], ids=repr)
 def test_what_is_no_fault_of_the_program_ends_it_with_one_line_and_its_exit_code(error, code, shown, capsys):
-    with pytest.raises(SystemExit if code else type(error)) as stop, exit_on_errors(mistakes=(ValueError,)):
+    with pytest.raises(SystemExit if code else type(error)) as stop, exit_on_errors("train.py", mistakes=(ValueError,)):
         raise error
     printed = capsys.readouterr().err
     assert shown in printed and len(printed.splitlines()) == (code is not None) and getattr(stop.value, "code", None) == code

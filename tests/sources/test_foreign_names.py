@@ -148,7 +148,7 @@ def test_iterations_of_rollouts_are_counted_in_optimiser_steps():
 
 
 def test_every_answer_names_flags_that_exist_and_no_name_is_a_flag():
-    of_infer = {"question", "chat"}
+    of_infer = {"question", "evaluate", "samples", "json", "report"}
     for here in FOREIGN.values():
         assert set(re.findall(r"--(\w+)", here)) <= {*FLAGS, *of_infer}, here
     assert not FOREIGN.keys() & FLAGS.keys()
