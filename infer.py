@@ -64,12 +64,12 @@ def main(argv: list[str]) -> None:
     if args.evaluate is None:
         print_answers(args)
     else:
-        evaluate(args)
+        print_evaluation(args)
 
 
 def print_answers(args: argparse.Namespace) -> None:
     """Print the completions of --question."""
-    rollout = sample_and_score(args, [instructed({"prompt": args.question}, args.instruction)]).rollout
+    rollout = sample_answers(args, [instructed({"prompt": args.question}, args.instruction)]).rollout
     for completion, finished in zip(rollout.completions, rollout.finished.tolist(), strict=True):
         print(escape(as_text(completion)))
         if not finished:
@@ -91,14 +91,14 @@ def print_report(folders: list[Path]) -> None:
 # ---- evaluation --------------------------------------------------------------------------------------------
 
 
-def evaluate(args: argparse.Namespace) -> None:
+def print_evaluation(args: argparse.Namespace) -> None:
     """Print the estimates of --evaluate, and write --json."""
     functions = [load_reward_function(name) for name in args.reward_functions]
     refuse_equal_names(functions)
     examples = examples_to_evaluate(args, functions)
     if args.json:
         open(args.json, "a").close()                      # raises OSError now, not after all samples
-    groups = sample_and_score(args, examples, functions)
+    groups = sample_answers(args, examples, functions)
     estimates = evaluation.estimate_all(groups)
     del estimates["reward/correctness"]                   # it is the accuracy
     if functions != [correctness]:
@@ -150,7 +150,7 @@ def records_of(groups: Groups) -> list[dict]:
 # ---- sampling ----------------------------------------------------------------------------------------------
 
 
-def sample_and_score(args: argparse.Namespace, examples: list[dict], functions=(correctness,)) -> Groups:
+def sample_answers(args: argparse.Namespace, examples: list[dict], functions=(correctness,)) -> Groups:
     """Load the model, and sample and score --samples completions of each example."""
     config, environment = section_of(args, GRPOConfig), load_environment(args.environment)
     device = best_device(args.device)
@@ -163,7 +163,7 @@ def sample_and_score(args: argparse.Namespace, examples: list[dict], functions=(
     if args.evaluate or device.type == "xla":             # a single prompt is not worth the check
         engine, _ = choose_engine(engine, ranks, ["1+1=?"], GRPOConfig(**WHOLE))
     refuse_wrong_sampler(engine)
-    return evaluation.sample_and_score(
+    return evaluation.sample_and_score_problems(
         engine, ranks, examples, config, seed=args.seed, num_completions=args.samples,
         reward_functions=functions, weights=config.weights, environment=environment,
     )

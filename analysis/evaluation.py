@@ -17,13 +17,13 @@ from runs.groups import sample_completions, sample_on_all_ranks
 
 
 def evaluate(engine, ranks, examples: list[dict], config, **options) -> dict:
-    """Return the metrics of one completion of each problem. Options: as for sample_and_score.
+    """Return the metrics of one completion of each problem. Options: as for sample_and_score_problems.
 
     returns  eval_accuracy (share correct) with eval_accuracy_low, eval_accuracy_high (95 %),
              eval_problems, eval_reward/<function> (mean), eval_reward_low/ and eval_reward_high/
              (95 %) and eval_truncated (share). Without known answers: no eval_accuracy.
     """
-    groups = sample_and_score(engine, ranks, examples, config, num_completions=1, **options)
+    groups = sample_and_score_problems(engine, ranks, examples, config, num_completions=1, **options)
     estimates = estimate_all(groups)
     metrics = groups.reports.means() | {
         "problems": estimates["reward/correctness"]["problems"] or len(examples),
@@ -36,7 +36,7 @@ def evaluate(engine, ranks, examples: list[dict], config, **options) -> dict:
     return {f"eval_{name}": value for name, value in metrics.items()}
 
 
-def sample_and_score(
+def sample_and_score_problems(
     engine, ranks, examples: list[dict], config, *, seed: int, num_completions: int,
     reward_functions=(), weights=None, environment=None, trainer_state=None,
 ) -> Groups:
