@@ -93,6 +93,13 @@ class VLLM(Engine):
     @contextmanager
     def sampling(self):
         """Send vLLM the policy's weights, and let it sample within the context. Call on all ranks."""
+        self.send_weights()
+        yield
+        if self.sleeps:
+            self.on_all_ranks(self.llm.sleep, level=2)    # the next weights replace these
+
+    def send_weights(self) -> None:
+        """Send all weights. Call on all ranks."""
         model = self.model
         reshard(model)
         if self.sleeps:
@@ -103,9 +110,6 @@ class VLLM(Engine):
         if self.sleeps:
             self.on_all_ranks(self.llm.wake_up, tags=["kv_cache"])
         self.on_all_ranks(self.llm.reset_prefix_cache)
-        yield
-        if self.sleeps:
-            self.on_all_ranks(self.llm.sleep, level=2)    # the next weights replace these
 
     def sample(
         self, prompts: list, config, *, seed: int, num_completions: int | None = None,

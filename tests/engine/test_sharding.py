@@ -30,14 +30,12 @@ def start_ranks(processes: int, *command: str) -> str:
 @pytest.mark.parametrize("processes,mesh,names", [
     # Sizes that do not divide evenly.
     (3, {"replicate": 1, "fsdp": 3, "tp": 1}, ["gemma3", "gpt2", "gpt_oss", "gemma4_shared_keys", "lfm2", "gemma3_vision"]),
-    exhaustive(3, {"replicate": 1, "fsdp": 3, "tp": 1}, []),
     exhaustive(4, {"replicate": 2, "fsdp": 2, "tp": 1}, ["gemma3", "qwen3_moe"]),
     exhaustive(4, {"replicate": 1, "fsdp": 2, "tp": 2}, ["gemma3", "qwen3", "gemma3_vision"]),
-    exhaustive(6, {"replicate": 1, "fsdp": 6, "tp": 1}, ["qwen3_moe", "gemma4_experts"]),        # more processes than experts
 ])
 def test_every_architecture_is_loaded_as_in_one_process(tmp_path, processes, mesh, names):
     for name, build in (ARCHITECTURES | CURRENT_ARCHITECTURES | WITH_TOWERS).items():
-        if not names or name in names:
+        if name in names:
             torch.manual_seed(0)
             save_any_policy(build(), byte_tokenizer(), tmp_path / name)
     printed = start_ranks(processes, __file__, str(tmp_path), json.dumps(mesh))
