@@ -93,7 +93,13 @@ def auto_class(config):
 def adapter_settings(path: str) -> dict:
     """Return adapter_config.json of a folder that holds an adapter; {} for any other."""
     file = Path(path) / "adapter_config.json"
-    return json.loads(file.read_text()) if path and file.exists() else {}
+    if not path or not file.exists():
+        return {}
+    settings = json.loads(file.read_text())
+    for folder in file.resolve().parents[1:3]:            # a run of the built-in model that has been moved
+        if settings["base_model_name_or_path"].endswith("/base") and (folder / "base").exists():
+            settings["base_model_name_or_path"] = str(folder / "base")
+    return settings
 
 
 def move(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
