@@ -26,7 +26,7 @@ from reward_functions import environment
 from rewards import correctness
 from runs.folder import read_jsonl
 from sample import demonstrations_as_rollout
-from test_rewards import call_and_score
+from wrapped_rewards import call_and_score
 
 CHATS = [[{"role": "system", "content": "be brief"}, {"role": "user", "content": prompt}] for prompt in PROMPTS[:2]]
 
