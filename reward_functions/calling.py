@@ -11,9 +11,9 @@ import threading
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache, partial
-from itertools import chain, compress
+from itertools import chain
 from numbers import Real
 from pathlib import Path
 from types import SimpleNamespace
@@ -54,10 +54,6 @@ class Reports:
     def means(self) -> dict[str, float]:
         """Return the mean of each metric, without NaN."""
         return {name: float(torch.tensor(values).nanmean()) for name, values in self.metrics.items()}
-
-    def select(self, rows: list[bool]) -> "Reports":
-        """Return the reports with `extra` of the completions where rows (B,) is True."""
-        return replace(self, extra=list(compress(self.extra, rows)))
 
     @staticmethod
     def join(parts: list["Reports"]) -> "Reports":

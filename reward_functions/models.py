@@ -69,11 +69,10 @@ def classifier(
 
 def format_conversation(tokenizer, prompt, text: str) -> str:
     """Return prompt and completion in the model's chat template, or on separate lines if it has none."""
-    messages = as_messages(prompt)
+    messages = [*as_messages(prompt), {"role": "assistant", "content": text}]
     if tokenizer.chat_template:
-        messages = [*messages, {"role": "assistant", "content": text}]
         return tokenizer.apply_chat_template(messages, tokenize=False)
-    return "\n".join([*(message["content"] for message in messages), text])
+    return "\n".join(message["content"] for message in messages)
 
 
 def judge(

@@ -92,17 +92,6 @@ def test_a_function_gets_every_column_repeated_for_siblings_in_lists_of_its_own_
     }
 
 
-def test_any_column_is_passed_to_a_function_that_takes_all():
-    def as_in_trl(completions, **columns):
-        ours = {"prompt_ids", "sampling_logp"}
-        assert {*columns} - ours == {"prompts", "completion_ids", "trainer_state", "log_extra", "log_metric", "answer"}
-        assert columns["trainer_state"].global_step == 0
-        return [float(len(completion[0]["content"])) for completion in completions]
-
-    example = {"prompt": [{"role": "user", "content": "hi"}], "completion": "gold", "answer": "1"}
-    assert score(as_in_trl, "a", "bb", examples=[example]) == [[1.0, 2.0]], "messages, as the prompt"
-
-
 def test_a_column_that_is_called_solution_is_not_replaced_by_the_answer():
     def asked(completions, solution, **columns):
         return [float(text == solution[0]) for text in completions]
