@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from engine import make_engine, sampler
 from engine.packing import micro_batches_of_groups
 from logprobs import completion_lengths
 from engine.errors import RunError
+from runs.folder import completion_records
 from runs.groups import describe_conversations
 from environments.conversations import (
     MAX_MESSAGE_CHARACTERS, Conversation, sample_with_environment,
@@ -285,10 +287,15 @@ def test_a_chat_template_is_told_about_the_tools():
     assert encode_reply(tokenizer, "p", {"role": "tool", "content": "2"}, [tokenizer.eos_token_id]) == before
 
 
-def test_the_metrics_of_conversations_count_turns_and_the_tokens_of_the_environment(model, tokenizer, settings):
+def test_metrics_and_records_tell_the_tokens_of_the_policy_from_those_of_the_environment(model, tokenizer, settings):
     rollout = sample_conversations(model, tokenizer, settings)
     turns = [sum(message["role"] == "assistant" for message in messages) for messages in rollout.completions]
     given = completion_lengths(rollout.completion_mask) - rollout.completion_mask.sum(dim=1)
     found = describe_conversations(rollout)
     assert found == pytest.approx({"turns": sum(turns) / len(turns), "environment_tokens": float(given.float().mean())})
     assert found["environment_tokens"] > 1 and describe_conversations(replace(rollout, turn_points=None)) == {}
+    experience = SimpleNamespace(
+        examples=[{"prompt": prompt} for prompt in PROMPTS + CHATS], rollout=rollout, groups=None, advantages=rollout.turn_points)
+    for row, record in enumerate(completion_records(experience)):
+        assert record["sampling_logp"].count(None) == given[row] and len(record["completion_ids"]) - record["tokens"] == given[row]
+        assert sum(record["turn_points"]) == pytest.approx(float(rollout.turn_points[row].sum()))
