@@ -78,8 +78,7 @@ def wrap_reward_functions(
               B completions unscored. reward_timeout: seconds for one call; 0: no limit. Taking longer is an
               error
     trainer_state  global_step, max_steps and epoch, as in TRL; None: step 0 of 1
-    returns   functions of the same names; reports, filled while these are called: what functions log, and
-              failed calls under reward_errors "none"
+    returns   functions of the same names; reports, filled while these are called
     """
     mask, turn_points = rollout.completion_mask, rollout.turn_points
     reports = Reports([{} for _ in mask])

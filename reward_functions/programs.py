@@ -39,9 +39,8 @@ def passes_tests(completions, tests, **columns) -> list[float | None]:
     {"prompt": "Write a function double(x).", "tests": ["assert double(2) == 4", "assert double(-1) == -2"]}
 
     CALL is evaluated in the program's process, and the rest in another, which receives nothing but its value
-    as JSON. So exiting early, printing, patching builtins, or an object that equals everything can only lose
-    points. Not prevented: knowing the expected values from the prompt, or guessing among few
-    (`assert is_even(4)`).
+    as JSON: printing, patching builtins, or an object that equals everything can only lose points. Not
+    prevented: knowing the expected values from the prompt, or guessing among few (`assert is_even(4)`).
     """
 
     def score(completion, parts: list[list | None]) -> float | None:
@@ -116,11 +115,11 @@ def split_tests(text: str) -> list[tuple[str, str, str]] | None:
     with suppress(SyntaxError, ValueError, RecursionError):
         statements = ast.parse(text.strip()).body
         imports = [one for one in statements if isinstance(one, ast.Import | ast.ImportFrom)]
+        names = {name.asname or name.name for line in imports for name in line.names}
         modules = {getattr(line, "module", "") or name.name for line in imports for name in line.names}
-        outside = {module.partition(".")[0] for module in modules} - sys.stdlib_module_names
-        names = {name.asname or name.name.partition(".")[0] for line in imports for name in line.names}
+        known = all(module.partition(".")[0] in sys.stdlib_module_names for module in modules)
         asserts = [take_call(one, names) for one in statements if one not in imports]
-        if asserts and not outside and "*" not in names:
+        if asserts and known and "*" not in names:
             return [(*parts, ast.unparse(ast.Module(imports, []))) for parts in asserts]
     warnings.warn(f"passes_tests: no score for rows with the test {text!r:.200}: not {FORMS}", stacklevel=2)
     return None
