@@ -120,7 +120,7 @@ def test_the_text_that_comes_from_the_program_is_data():
 
 NOT_JUDGED = [
     "f(2) == 4", "assert (", "", None, "def check(f):\n    assert f(1) == 1", "x = 3\nassert f(x) == 9",
-    "import math, numpy as np\nassert np.allclose(f(1), 2)", "from math import *\nassert f(1) == 2",
+    "import math, numpy.linalg as la\nassert f(1) == 2", "from math import *\nassert f(1) == 2",
     "assert abs(-1) == 1", "assert all(f(i) == i for i in range(3))", "assert f(y := 2) == y", "assert max([1, 2], key=lambda n: f(n)) == 2",
     "assert [box.x for box in f(1)] == [1]", "assert f(1) == pytest.approx(2)", "assert np.isclose(f(1), 2)", "assert f(2) == sqrt(2)",
     "assert math.isclose(f(2), sqrt(2))", "assert Matrix(f(1)) == Matrix([2])", "assert f(1) == f(1)", "assert f(2) == 2 and f(1) != 2",
