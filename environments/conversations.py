@@ -12,8 +12,8 @@ columns of the example that its parameters name. It is called after every turn t
 including the last one, so that it can give points for it.
 
 Token ids are never decoded and encoded again: sampled tokens are kept, an environment's message is encoded
-alone and appended (environments/messages.py), and the key-value cache is extended.
-Left out on purpose: calls that run concurrently. They are made one after the other.
+alone and appended (environments/messages.py), and the key-value cache is extended. Calls are made one after
+the other.
 """
 
 import inspect
@@ -46,10 +46,10 @@ def sample_with_environment(
     engine   an Engine;  config  a GRPOConfig;  repeats  how often each prompt came before
     returns  with a class, its instances are open until closing_environments around the call closes them
     """
-    tokenizer, options = engine.tokenizer, dict(num_completions=num_completions, seed=seed, repeats=repeats)
+    options = dict(num_completions=num_completions, seed=seed, repeats=repeats)
     group_size = num_completions or config.num_completions_per_prompt
     conversations = start_conversations(
-        tokenizer, environment, examples, config, stop_token_ids(engine.model, tokenizer),
+        engine.tokenizer, environment, examples, config, stop_token_ids(engine.model, engine.tokenizer),
         group_size=group_size, seed=seed, repeats=repeats,
     )
     prompts = [conversation.prompt for conversation in conversations[::group_size]]
@@ -110,6 +110,7 @@ class Conversation:
         """respond: a function of messages, or an Instance; config: max_turns, reward_errors and so on."""
         self.tokenizer, self.prompt, self.respond = tokenizer, prompt, respond
         self.config, self.stops = config, stops
+        self.environment = getattr(respond, "environment", None)     # the instance of a class
         self.decode = partial(decode_completion, tokenizer)
         self.messages = as_messages(prompt)
         self.num_prompt_messages = len(self.messages)
@@ -117,11 +118,6 @@ class Conversation:
         self.num_turns = 0                                # ended by the policy
         self.turn_points: dict[int, float] = {}           # position of the turn's last token -> points
         self.too_long = False                           # ended because a message did not fit the length limit
-
-    @property
-    def environment(self):
-        """Return the instance of a class; None for a function."""
-        return self.respond.environment if isinstance(self.respond, Instance) else None
 
     def end_turn(self, ids: list[int]) -> list[int]:
         """Return the tokens of the environment's message after a turn of the policy, or [] at the end.
@@ -188,12 +184,12 @@ def parse_step(returned) -> tuple[dict | None, float]:
         return None, float(points)
     if isinstance(message, str):
         message = {"role": "user", "content": message}
-    strings = [isinstance(message, dict) and isinstance(message.get(key), str) for key in ("role", "content")]
-    if not all(strings) or message["role"] == "assistant" or not message["content"].strip():
-        expected = "not text, a message with text that is not the assistant's, or None at the end"
-        raise TypeError(f"it returned {message!r:.60}, {expected}")
-    content = message["content"].encode(errors="replace").decode()      # a lone surrogate cannot be tokenised
-    if len(content) > MAX_MESSAGE_CHARACTERS:
-        surplus = len(content) - MAX_MESSAGE_CHARACTERS
+    match message:
+        case {"role": str(role), "content": str(content)} if role != "assistant" and content.strip():
+            content = content.encode(errors="replace").decode()     # a lone surrogate cannot be tokenised
+        case _:
+            expected = "not text, a message with text that is not the assistant's, or None at the end"
+            raise TypeError(f"it returned {message!r:.60}, {expected}")
+    if (surplus := len(content) - MAX_MESSAGE_CHARACTERS) > 0:
         content = f"{content[:MAX_MESSAGE_CHARACTERS]} [{surplus} more characters were cut]"
     return message | {"content": content}, float(points)

@@ -11,9 +11,9 @@ import threading
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache, partial
-from itertools import chain, compress
+from itertools import chain
 from numbers import Real
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,10 +23,6 @@ import torch
 from engine.errors import RunError, exits_as_errors, in_one_line
 from reward_functions.loading import accepted, missing_columns
 from rewards import name_of, read_points, select_tokens, text_of
-
-
-class RewardError(RunError):
-    """Report that a reward function failed. The message has the function, the error and a completion."""
 
 
 class NoResult(ValueError):
@@ -59,10 +55,6 @@ class Reports:
         """Return the mean of each metric, without NaN."""
         return {name: float(torch.tensor(values).nanmean()) for name, values in self.metrics.items()}
 
-    def select(self, rows: list[bool]) -> "Reports":
-        """Return the reports with `extra` of the completions where rows (B,) is True."""
-        return replace(self, extra=list(compress(self.extra, rows)))
-
     @staticmethod
     def join(parts: list["Reports"]) -> "Reports":
         """Concatenate reports about different completions."""
@@ -86,16 +78,17 @@ def wrap_reward_functions(
               B completions unscored. reward_timeout: seconds for one call; 0: no limit. Taking longer is an
               error
     trainer_state  global_step, max_steps and epoch, as in TRL; None: step 0 of 1
-    returns   functions of the same names; reports, filled while these are called: what functions log, and
-              failed calls under reward_errors "none"
+    returns   functions of the same names; reports, filled while these are called
     """
     mask, turn_points = rollout.completion_mask, rollout.turn_points
+    reports = Reports([{} for _ in mask])
     group_size, unscored = len(mask) // len(rollout.prompt_ids), [False] * len(mask)
     prompt_ids = select_tokens(rollout.prompt_ids, rollout.prompt_mask)
     provided = dict(
         sampling_logp=select_tokens(rollout.sampling_logp, mask),
         prompt_ids=[row for row in prompt_ids for _ in range(group_size)],
         trainer_state=trainer_state or SimpleNamespace(global_step=0, max_steps=1, epoch=0.0),
+        log_extra=reports.log_extra, log_metric=reports.log_metric,
     )
     if turn_points is not None:
         ends = mask & ~torch.cat([mask[:, 1:], torch.zeros_like(mask[:, :1])], dim=1)       # (B, T), of turns
@@ -103,7 +96,6 @@ def wrap_reward_functions(
         unscored = turn_points.isnan().any(dim=1).tolist()
     if environments := getattr(rollout, "environments", None):
         provided["environments"] = environments
-    reports = Reports([{} for _ in mask])
 
     def wrap(function: Callable) -> Callable:
         def start(**arguments) -> Callable:
@@ -117,40 +109,34 @@ def wrap_reward_functions(
 
 
 def start_scoring(function: Callable, arguments: dict, reports: Reports, config) -> Callable:
-    """Return a function that returns the points of a call: None: could not score; NaN: failed."""
-    call, completions = start_call(function, arguments, reports), arguments["completions"]
+    """Return a function that returns the points of a call: None: could not score; NaN: failed.
 
-    def points() -> list[float | None]:
-        try:
-            return parse_points(call_with_timeout(config.reward_timeout, call), name_of(function), reports)
-        except Exception as error:
-            if config.reward_errors == "raise":
-                raise RewardError(error_message(function, error, completions)) from error
-            words = str(error) if isinstance(error, NoResult) else in_one_line(error)
-            reports.failures.append({"function": name_of(function), "error": words})
-            return [math.nan] * len(completions)
-
-    return points
-
-
-def start_call(function: Callable, arguments: dict, reports: Reports) -> Callable:
-    """Return a function that returns the result of a call. An async function begins here, beside others.
-
-    Each call has lists of its own, of the same cells.
+    An async function begins here, beside others. Each call has lists of its own, of the same cells.
     """
-    logs = {"log_extra": reports.log_extra, "log_metric": reports.log_metric}
+    completions = arguments["completions"]
     # Other examples have these columns.
-    absent = dict.fromkeys(missing_columns(function, {*arguments}), [None] * len(arguments["completions"]))
-    own = absent | accepted(function, arguments | logs)
+    absent = dict.fromkeys(missing_columns(function, {*arguments}), [None] * len(completions))
+    own = absent | accepted(function, arguments)
     own = {name: list(value) if isinstance(value, list) else value for name, value in own.items()}
 
     async def call_async():
         with exits_as_errors():                           # SystemExit would end the event loop
             return await function(**own)
 
-    if not any(map(inspect.iscoroutinefunction, (function, type(function).__call__))):
-        return exits_as_errors()(partial(function, **own))
-    return start_coroutine(call_async())
+    is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
+    call = start_coroutine(call_async()) if is_async else exits_as_errors()(partial(function, **own))
+
+    def points() -> list[float | None]:
+        try:
+            return parse_points(call_with_timeout(config.reward_timeout, call), name_of(function), reports)
+        except Exception as error:
+            if config.reward_errors == "raise":
+                raise RunError(error_message(function, error, completions)) from error
+            words = str(error) if isinstance(error, NoResult) else in_one_line(error)
+            reports.failures.append({"function": name_of(function), "error": words})
+            return [math.nan] * len(completions)
+
+    return points
 
 
 def start_coroutine(coroutine: Coroutine) -> Callable:

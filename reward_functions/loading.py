@@ -4,14 +4,13 @@ The built-in reward functions by name, functions in files, their signatures, and
 
 import importlib.util
 import inspect
-import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from pathlib import Path
 
 import reward_functions
-from engine.errors import exits_as_errors
+from engine.errors import exits_as_errors, in_one_line
 from reward_functions import MAKERS, MODULE_OF
 from rewards import COLUMNS_NOT_PASSED, name_of, text_of
 from sources import GYM
@@ -21,8 +20,6 @@ BUILT_IN = {name: getattr(reward_functions, name) for name in MODULE_OF if name 
 PROVIDED = ("prompts", "completions", "completion_ids", "prompt_ids", "sampling_logp", "trainer_state",
             "environments", "log_extra", "log_metric")
 RESERVED = (*PROVIDED, *COLUMNS_NOT_PASSED)
-TOKEN_IDS = re.compile(r"(typing\.)?list\[(typing\.)?list\[int\]\]", re.IGNORECASE)      # an annotation
-ONLY_BY_NAME = ("sampling_logp", "prompt_ids")            # not passed as part of **columns
 ANSWER_NAMES = ("solution", "target", "ground_truth")     # further parameter names for the answer
 
 
@@ -55,8 +52,7 @@ def function_from_file(flag: str, name: str, built_in: Iterable[str]) -> Callabl
         with exits_as_errors():
             spec.loader.exec_module(module)
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise ValueError(f"--{flag} {name}: importing {path} failed: {reason}") from error
+        raise ValueError(f"--{flag} {name}: importing {path} failed: {in_one_line(error)}") from error
     function = getattr(module, attribute, None)
     if not callable(function):
         raise ValueError(f"--{flag} {name}: {path} has no function {attribute}")
@@ -70,18 +66,16 @@ def check_signature(function: Callable, name: str) -> Callable:
     flag = f"--reward_functions {name}"
     if name_of(function) in BUILT_IN:
         raise ValueError(f"{flag}: there is a built-in reward function {name_of(function)}; rename yours")
-    if inspect.isclass(function):
-        try:
-            function = function()
-        except TypeError as error:
-            raise ValueError(f"{flag}: it is a class; name an instance of it ({error})") from None
-    if not callable(function):
-        raise ValueError(f"{flag}: a {type(function).__name__} is no function and has no __call__")
-    if "solution_str" in inspect.signature(function).parameters:
+    try:
+        function = function() if inspect.isclass(function) else function
+        parameters = inspect.signature(function).parameters
+    except TypeError as error:                            # __init__ has parameters, or there is no __call__
+        raise ValueError(f"{flag}: {error}; name a function, or an object with __call__") from None
+    if "solution_str" in parameters:
         each = partial(call_for_each, function)
         each.__name__, each.__doc__ = name_of(function), function.__doc__
         return each
-    if not accepted(function, {name: [] for name in PROVIDED}):
+    if not accepted(function, dict.fromkeys(PROVIDED)):
         raise ValueError(f"{flag}: add completions, a list of them, to its parameters")
     return function
 
@@ -95,18 +89,13 @@ def call_for_each(function: Callable, completions, ground_truth, **columns) -> l
 
 
 def accepted(function: Callable, arguments: dict) -> dict:
-    """Return the arguments that a function has parameters for: if it accepts any, all but ONLY_BY_NAME.
-
-    A parameter `completions: list[list[int]]` gets token ids.
-    """
+    """Return the arguments that a function has parameters for; the answer also under the names of others."""
     parameters = inspect.signature(function).parameters
-    if "completions" in parameters and TOKEN_IDS.fullmatch(str(parameters["completions"].annotation)):
-        arguments = arguments | {"completions": arguments.get("completion_ids")}
-    aliases = [name for name in ANSWER_NAMES if name in parameters and "answer" in arguments]
-    arguments = dict.fromkeys(aliases, arguments.get("answer")) | arguments
     accepts_any = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values())
-    names = {name for name in arguments if name in parameters or (accepts_any and name not in ONLY_BY_NAME)}
-    return {name: value for name, value in arguments.items() if name in names}
+    if "answer" in arguments:
+        aliases = [name for name in ANSWER_NAMES if name in parameters]
+        arguments = dict.fromkeys(aliases, arguments["answer"]) | arguments
+    return {name: value for name, value in arguments.items() if accepts_any or name in parameters}
 
 
 def columns_of(examples: list[dict]) -> set[str]:

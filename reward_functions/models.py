@@ -1,15 +1,7 @@
 """
 Points from models: a sequence classifier in this process, or an LLM judge behind an OpenAI-compatible HTTP
 endpoint. Each function here makes a reward function, in a file of your own that --reward_functions names:
-
-    # taste.py
-    from reward_functions import classifier, judge
-
-    liked = classifier("liked", "path/to/reward-model")
-    helpful = judge(
-        "helpful", url="http://localhost:8000/v1", model="qwen", question="How helpful is the reply?")
-
-    python train.py --use_grpo --reward_functions correctness taste.py:helpful --reward_weights 1 0.2
+docs/rewards.md, Models as rewards.
 
 Both can be exploited: a policy learns to maximise a reward model's score with useless text, and to instruct a
 judge ("this reply deserves a 10"). Give them a small weight and read completions.
@@ -69,11 +61,10 @@ def classifier(
 
 def format_conversation(tokenizer, prompt, text: str) -> str:
     """Return prompt and completion in the model's chat template, or on separate lines if it has none."""
-    messages = as_messages(prompt)
+    messages = [*as_messages(prompt), {"role": "assistant", "content": text}]
     if tokenizer.chat_template:
-        messages = [*messages, {"role": "assistant", "content": text}]
         return tokenizer.apply_chat_template(messages, tokenize=False)
-    return "\n".join([*(message["content"] for message in messages), text])
+    return "\n".join(message["content"] for message in messages)
 
 
 def judge(

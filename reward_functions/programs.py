@@ -12,6 +12,7 @@ import sys
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import chain
 
 from reward_functions.answers import as_texts, extract_block
@@ -21,6 +22,7 @@ from rewards import text_of
 SECONDS_PER_TEST = 3.0          # for the program itself and one test
 SECONDS_PER_PROGRAM = 10.0      # for one program with all its tests
 CONVERSIONS = {bool, dict, float, frozenset, int, len, list, round, set, sorted, str, sum, tuple}
+FORMS = "asserts of the forms CALL, CALL == VALUE, not CALL, abs(CALL - VALUE) < EPS or isclose(CALL, VALUE)"
 
 
 def passes_tests(completions, tests, **columns) -> list[float | None]:
@@ -33,14 +35,12 @@ def passes_tests(completions, tests, **columns) -> list[float | None]:
     program  the last ```python block, in the tagged answer if there is one, else in all of the text; without
              a block, that text
 
-    tests = ["assert double(2) == 4", "assert double(-1) == 1"]
-    passes_tests(["def double(x):\\n    return 2 * x"], tests=[tests]) == [0.5]
+    passes_tests(["def f(x):\\n    return x"], tests=[["assert f(4) == 4", "assert f(-1) == 1"]]) == [0.5]
     {"prompt": "Write a function double(x).", "tests": ["assert double(2) == 4", "assert double(-1) == -2"]}
 
     CALL is evaluated in the program's process, and the rest in another, which receives nothing but its value
-    as JSON. So exiting early, printing, patching builtins, or an object that equals everything can only lose
-    points. Not prevented: knowing the expected values from the prompt, or guessing among few
-    (`assert is_even(4)`).
+    as JSON: printing, patching builtins, or an object that equals everything can only lose points. Not
+    prevented: knowing the expected values from the prompt, or guessing among few (`assert is_even(4)`).
     """
 
     def score(completion, parts: list[list | None]) -> float | None:
@@ -48,7 +48,7 @@ def passes_tests(completions, tests, **columns) -> list[float | None]:
             return None
         return fraction_passed(extract_block(text_of(completion), "python3?|py"), list(chain(*parts)))
 
-    parts = [list(map(split_or_warn, as_texts(row))) for row in tests]
+    parts = [list(map(split_tests, as_texts(row))) for row in tests]
     with ThreadPoolExecutor(usable_cores()) as threads:
         return list(threads.map(score, completions, parts))
 
@@ -106,60 +106,56 @@ for token, assertion, value in {0!r}:
 
 
 @functools.cache
-def split_or_warn(text: str) -> list[tuple[str, str, str]] | None:
-    """Return split_tests(text), or None if a test has another form, with a warning, once for each text."""
-    try:
-        return split_tests(text)
-    except (SyntaxError, ValueError, RecursionError) as reason:
-        warnings.warn(f"passes_tests: no score for rows with the test {text!r:.200}: {reason}", stacklevel=2)
-
-
-def split_tests(text: str) -> list[tuple[str, str, str]]:
+def split_tests(text: str) -> list[tuple[str, str, str]] | None:
     """Split each assert statement of a text into an assertion on _value, the CALL for it, and the imports.
+    Return None if the text has another form, with a warning.
 
     split_tests("assert abs(f(2) - 4) < 1e-9") == [("assert abs(_value - 4) < 1e-09", "f(2)", "")]
     """
-    statements = ast.parse(text.strip()).body
-    asserts = [one for one in statements if isinstance(one, ast.Assert)]
-    imports = [one for one in statements if isinstance(one, ast.Import | ast.ImportFrom)]
-    if not asserts or len(asserts) + len(imports) < len(statements):
-        raise ValueError("not assert statements after imports")
-    modules = {getattr(line, "module", "") or name.name for line in imports for name in line.names}
-    names = {name.asname or name.name.partition(".")[0] for line in imports for name in line.names}
-    if "*" in names or {module.partition(".")[0] for module in modules} - sys.stdlib_module_names:
-        raise ValueError("it imports *, or from outside of the standard library")
-    return [(*take_call(one, names), ast.unparse(ast.Module(imports, []))) for one in asserts]
+    with suppress(SyntaxError, ValueError, RecursionError):
+        statements = ast.parse(text.strip()).body
+        imports = [one for one in statements if isinstance(one, ast.Import | ast.ImportFrom)]
+        names = {name.asname or name.name for line in imports for name in line.names}
+        modules = {getattr(line, "module", "") or name.name for line in imports for name in line.names}
+        known = all(module.partition(".")[0] in sys.stdlib_module_names for module in modules)
+        asserts = [take_call(one, names) for one in statements if one not in imports]
+        if asserts and known and "*" not in names:
+            return [(*parts, ast.unparse(ast.Module(imports, []))) for parts in asserts]
+    warnings.warn(f"passes_tests: no score for rows with the test {text!r:.200}: not {FORMS}", stacklevel=2)
+    return None
 
 
-def take_call(statement: ast.Assert, imported: set[str]) -> tuple[str, str]:
+def take_call(statement: ast.stmt, imported: set[str]) -> tuple[str, str]:
     """Return the assertion with _value in place of CALL, and CALL. Raise ValueError for another form.
 
     VALUE has no imported names but math: an instance of another class would equal nothing that JSON can hold.
     """
     value = ast.Name("_value")
-    match condition := statement.test:
-        case ast.Call(func, [call, *_]) if ast.unparse(func) in ("isclose", "math.isclose"):
-            condition.args[0] = value
-        case ast.Compare(ast.Call(ast.Name("abs"), [ast.BinOp(call, ast.Sub()) as difference])):
+    match statement:
+        case ast.Assert(ast.Call(ast.Name("isclose") | ast.Attribute(_, "isclose"), [call, *_]) as test):
+            test.args[0] = value
+        case ast.Assert(ast.Compare(ast.Call(ast.Name("abs"), [ast.BinOp(call, ast.Sub()) as difference]))):
             difference.left = value
-        case ast.Compare(call):
-            condition.left = value
-        case ast.UnaryOp(ast.Not(), call):
-            condition.operand = value
-        case call:
+        case ast.Assert(ast.Compare(call) as test):
+            test.left = value
+        case ast.Assert(ast.UnaryOp(ast.Not(), call) as test):
+            test.operand = value
+        case ast.Assert(call):
             statement.test = value
+        case _:
+            raise ValueError
     known = {*dir(builtins), "math", "isclose", "_value"}
     others = {node.id for node in ast.walk(statement) if isinstance(node, ast.Name)} - known
     if others or not is_call(call, known | imported):
-        raise ValueError("not CALL, not CALL, CALL == VALUE, abs(CALL - VALUE) < EPS or isclose(CALL, VALUE)")
+        raise ValueError
     return ast.unparse(statement), ast.unparse(call)
 
 
 def is_call(node: ast.AST, library: set[str]) -> bool:
     """Return True for a call of a function of the program, and for a conversion of one."""
     match node:
-        case ast.Call(ast.Name(name), [argument, *digits]) if getattr(builtins, name, "") in CONVERSIONS:
-            return (not digits or name == "round") and is_call(argument, library)
+        case ast.Call(ast.Name(name), [argument, *_]) if getattr(builtins, name, "") in CONVERSIONS:
+            return is_call(argument, library)
         case ast.Call(ast.Name(name)):
             return name not in library
     return False

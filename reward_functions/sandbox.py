@@ -17,9 +17,6 @@ works, and on anything but Linux on x86-64 and arm64, programs are refused. Not 
 
 Each thread of the caller has a server, a running interpreter, and each program is a fork of a fork of it: the
 server forks before it reads the request, so that no program finds the text of another one in its memory.
-
-Left out on purpose: cgroups, which can seldom be made in a container. A program is one process, so limits on
-a process suffice, but for what the kernel stores for it: page tables, pipes and sockets.
 """
 
 import ctypes
@@ -134,9 +131,7 @@ def usable_cores() -> int:
 def serve(methods: list[str], modules: list[str], path: list[str], call_filter: str) -> None:
     """Handle requests one after the other, each in a new fork, until the caller ends.
 
-    methods      the first that works is used
-    path         of the caller, if there are modules
-    call_filter  for seccomp(2), in hexadecimal digits
+    The first of the methods that works is used. call_filter is for seccomp(2), in hexadecimal digits.
     """
     sys.path += path
     for name in modules:

@@ -59,7 +59,8 @@ def select(groups: Groups, keep: Tensor) -> Groups:
     return Groups(
         list(compress(groups.examples, keep.tolist())), select_groups(groups.rollout, keep, rows),
         groups.scores[keep], {name: points[keep] for name, points in groups.per_function.items()},
-        groups.rewards[keep], groups.replaced, groups.reports.select(rows.tolist()),
+        groups.rewards[keep], groups.replaced,
+        replace(groups.reports, extra=list(compress(groups.reports.extra, rows.tolist()))),
     )
 
 

@@ -168,7 +168,7 @@ def test_a_reward_function_that_raises_in_one_process_stops_all_with_one_message
     )
     done = launch(
         2, tmp_path / "run", *EVERYTHING.split(), "--reward_functions", f"{tmp_path}/bad.py:bad", fails=True)
-    assert done.stderr.count("ZeroDivisionError: no good") == 1 or done.stderr.count("RewardError") >= 1, done.stderr[-3000:]
+    assert done.stderr.count("ZeroDivisionError: no good") == 1 or done.stderr.count("RunError") >= 1, done.stderr[-3000:]
 
 
 @pytest.mark.parametrize("flags,message", [

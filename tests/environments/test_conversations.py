@@ -2,18 +2,19 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import PROMPTS
 from test_chat_template import PUBLISHED
 
-import train
 from data import encode_completion, encode_prompt, render
 from engine import make_engine, sampler
 from engine.packing import micro_batches_of_groups
 from logprobs import completion_lengths
 from engine.errors import RunError
+from runs.folder import completion_records
 from runs.groups import describe_conversations
 from environments.conversations import (
     MAX_MESSAGE_CHARACTERS, Conversation, sample_with_environment,
@@ -24,9 +25,8 @@ from grpo import policy_loss
 from model import byte_tokenizer
 from reward_functions import environment
 from rewards import correctness
-from runs.folder import read_jsonl
 from sample import demonstrations_as_rollout
-from test_rewards import call_and_score
+from wrapped_rewards import call_and_score
 
 CHATS = [[{"role": "system", "content": "be brief"}, {"role": "user", "content": prompt}] for prompt in PROMPTS[:2]]
 
@@ -173,12 +173,6 @@ def test_what_was_sampled_is_a_prefix_of_every_later_prompt(name, settings):
         assert tokenizer(whole, add_special_tokens=False).input_ids == prompts[-1]
 
 
-def test_without_a_template_messages_are_answered_in_lines_with_roles(tokenizer):
-    reply = encode_reply(tokenizer, CHATS[0], {"role": "tool", "content": "7"}, [1])
-    assert tokenizer.decode(reply) == "\ntool: 7\nassistant: "
-    assert tokenizer.decode(encode_prompt(tokenizer, CHATS[0])).endswith("\nassistant: ")
-
-
 def test_a_demonstration_with_several_turns_is_learned_where_the_assistant_speaks(model, tokenizer):
     completion = [
         {"role": "assistant", "content": "ab"}, {"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}
@@ -293,30 +287,15 @@ def test_a_chat_template_is_told_about_the_tools():
     assert encode_reply(tokenizer, "p", {"role": "tool", "content": "2"}, [tokenizer.eos_token_id]) == before
 
 
-GAME = (
-    "--use_grpo --profile guess_letter --cold_start_steps 20 --num_epochs 0.01 --batch_size 4 --num_completions_per_prompt 4 "
-    "--save_steps 1 --keep_checkpoints 9 --log_rollouts_every 1 --eval_limit 8 --report_to none --eval_steps 0 "
-    "--use_value_head --reward_functions environment correctness --reward_weights 1 0.5"
-).split()
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("run") / "out"
-    train.main([*GAME, "--output_dir", str(folder)])
-    return folder
-
-
-@pytest.mark.slow
-def test_a_run_of_conversations_writes_them_down(finished):
-    lines = [line for line in read_jsonl(finished / "metrics.jsonl") if line["phase"] == "grpo"]
-    records = [record for record in read_jsonl(finished / "rollouts.jsonl") if record["step"] == lines[-1]["step"]]
-    turns = [sum(m["role"] == "assistant" for m in record["completion"]) for record in records]
-    assert lines[-1]["turns"] == pytest.approx(sum(turns) / len(turns)) and max(turns) > 1
-    own = [sum(logp is not None for logp in record["sampling_logp"]) for record in records]
-    assert own == [record["tokens"] for record in records]
-    assert lines[-1]["completion_tokens"] == pytest.approx(sum(own) / len(own))
-    given = sum(len(record["sampling_logp"]) for record in records) - sum(own)
-    assert lines[-1]["environment_tokens"] == pytest.approx(given / len(records)) and given > 0
-    for record in records:
-        assert record["rewards"]["environment"] == pytest.approx(sum(record["turn_points"]), abs=1e-5)
+def test_metrics_and_records_tell_the_tokens_of_the_policy_from_those_of_the_environment(model, tokenizer, settings):
+    rollout = sample_conversations(model, tokenizer, settings)
+    turns = [sum(message["role"] == "assistant" for message in messages) for messages in rollout.completions]
+    given = completion_lengths(rollout.completion_mask) - rollout.completion_mask.sum(dim=1)
+    found = describe_conversations(rollout)
+    assert found == pytest.approx({"turns": sum(turns) / len(turns), "environment_tokens": float(given.float().mean())})
+    assert found["environment_tokens"] > 1 and describe_conversations(replace(rollout, turn_points=None)) == {}
+    experience = SimpleNamespace(
+        examples=[{"prompt": prompt} for prompt in PROMPTS + CHATS], rollout=rollout, groups=None, advantages=rollout.turn_points)
+    for row, record in enumerate(completion_records(experience)):
+        assert record["sampling_logp"].count(None) == given[row] and len(record["completion_ids"]) - record["tokens"] == given[row]
+        assert sum(record["turn_points"]) == pytest.approx(float(rollout.turn_points[row].sum()))

@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import PROMPTS
-from test_rewards import call_and_score
+from wrapped_rewards import call_and_score
 
 import environments.instances
 import environments.tools

@@ -15,11 +15,13 @@ import numpy as np
 import pytest
 import torch
 from conftest import made_up_rollout, start_run
-from test_rewards import EXAMPLES, call_and_score, length, rollout_of
+from test_rewards import EXAMPLES, rollout_of
+from wrapped_rewards import call_and_score, length
 
 from config import GRPOConfig
 from experience import Groups, shape_rewards
-from reward_functions.calling import Reports, RewardError
+from engine.errors import RunError
+from reward_functions.calling import Reports
 from reward_functions.loading import load_reward_function
 from runs.folder import read_jsonl
 from runs.groups import join, select
@@ -90,25 +92,6 @@ def test_a_function_gets_every_column_repeated_for_siblings_in_lists_of_its_own_
     }
 
 
-def test_any_column_is_passed_to_a_function_that_takes_all_but_those_that_only_a_name_gets():
-    def as_in_trl(completions, **columns):
-        assert set(columns) == {"prompts", "completion_ids", "trainer_state", "log_extra", "log_metric", "answer"}
-        assert columns["trainer_state"].global_step == 0
-        return [float(len(completion[0]["content"])) for completion in completions]
-
-    example = {"prompt": [{"role": "user", "content": "hi"}], "completion": "gold", "answer": "1"}
-    assert score(as_in_trl, "a", "bb", examples=[example]) == [[1.0, 2.0]], "messages, as the prompt"
-
-
-@pytest.mark.parametrize("annotation", ["list[list[int]]", "typing.List[typing.List[int]]"])
-def test_completions_annotated_as_token_ids_are_token_ids(annotation):
-    names = {}
-    exec(f"import typing\ndef f(completions: {annotation}):\n    return [float(sum(c)) for c in completions]", names)
-    assert score(names["f"], *"abcd") == [[1.0, 7.0], [13.0, 19.0]]
-    exec("def g(completions: list[str], **columns):\n    return [float(len(c)) for c in completions]", names)
-    assert score(names["g"], *"abcd") == [[1.0, 1.0], [1.0, 1.0]]
-
-
 def test_a_column_that_is_called_solution_is_not_replaced_by_the_answer():
     def asked(completions, solution, **columns):
         return [float(text == solution[0]) for text in completions]
@@ -150,7 +133,7 @@ def test_what_is_no_list_of_points_is_shown(points, returned):
         return points
 
     rollout, reports = rollout_of("a", "b", "", "d"), Reports()
-    with pytest.raises(RewardError) as error:
+    with pytest.raises(RunError) as error:
         call_and_score([function], [1.0], rollout, EXAMPLES)
     said = str(error.value)
     assert f"it returned {returned}" in said and "raised" not in said, said
@@ -201,7 +184,7 @@ def test_logged_values_reach_metrics_and_records_of_a_step_and_an_evaluation(tmp
     run.reward_functions = [logging, *run.reward_functions[1:]]
     run.folder.open(0, {})
     metrics, experience = grpo_training_step(run, next(run.batches))
-    run.log_step(metrics | {"skipped": 0}, experience)
+    run.log_step(metrics | {"skipped": 0, "step_seconds": 1.0}, experience)
     run.log_evaluation()
     step, evaluation = read_jsonl(run.folder.path / "metrics.jsonl")
     assert step["spread"] == 1.5 and evaluation["eval_spread"] == 1.5
@@ -232,7 +215,7 @@ def test_what_would_end_the_program_is_an_error_of_the_function(kind, error):
     names = {}
     exec(f"import asyncio\n{kind} leaves(completions, **columns):\n    if 'c' in completions:\n        raise {error}\n    return [1.0] * len(completions)", names)
     for timeout in 0.0, 20.0:
-        with pytest.raises(RewardError, match=r"leaves raised (RuntimeError|CancelledError): .* \(<string>, line 4\); on 4 completions"):
+        with pytest.raises(RunError, match=r"leaves raised (RuntimeError|CancelledError): .* \(<string>, line 4\); on 4 completions"):
             call_and_score([names["leaves"]], [1.0], rollout_of("a", "b", "c", "d"), EXAMPLES, timeout=timeout)
 
 
@@ -249,7 +232,7 @@ def test_a_failed_call_leaves_all_totals_unscored_and_is_kept_in_the_run_folder(
     assert groups.per_function[run.config.grpo.reward_functions[1]].isfinite().all(), "not the points of the others alone"
     config = GRPOConfig(reward_functions=[*groups.per_function], reward_weights=[1.0] * 3, reward_combination="gdpo")
     assert shape_rewards(config, experience.rollout, groups.rewards, groups.per_function).isnan().all()
-    run.log_step(metrics | {"skipped": 0}, experience)
+    run.log_step(metrics | {"skipped": 0, "step_seconds": 1.0}, experience)
     (line,) = read_jsonl(run.folder.path / "reward_errors.jsonl")
     assert (line["step"], line["function"], line["error"]) == (1, "fails", "KeyError: 'x'")
 
@@ -293,7 +276,7 @@ def test_an_async_function_that_raises_or_hangs_is_named_and_the_others_count():
             cancelled.set()
             raise
 
-    with pytest.raises(RewardError, match=r"raises raised ZeroDivisionError.*test_calling.*on 4 completions"):
+    with pytest.raises(RunError, match=r"raises raised ZeroDivisionError.*test_calling.*on 4 completions"):
         score(raises, "a", "", "c", "d")
     reports, started = Reports(), time.monotonic()
     total, _ = call_and_score(
@@ -336,13 +319,13 @@ def waits_in_a_pool(completions, **columns):
 
 @pytest.mark.parametrize("function", [backtracks, catches, waits_in_a_pool])
 def test_the_limit_interrupts(function):
-    with at_most(3), pytest.raises(RewardError, match=r"no result within 0\.5 s"):
+    with at_most(3), pytest.raises(RunError, match=r"no result within 0\.5 s"):
         score(function, *"ab", examples=EXAMPLES[:1], timeout=0.5)
 
 
 def test_the_handler_of_before_is_restored_and_no_timer_is_left():
     before = signal.getsignal(signal.SIGALRM)
-    for function, raised in (spins, pytest.raises(RewardError)), (length, contextlib.nullcontext()):
+    for function, raised in (spins, pytest.raises(RunError)), (length, contextlib.nullcontext()):
         with raised:
             score(function, *"ab", examples=EXAMPLES[:1], timeout=0.3)
         assert signal.getsignal(signal.SIGALRM) == before and signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)

@@ -3,7 +3,8 @@
 from pathlib import Path
 
 import pytest
-from test_rewards import call_and_score, rollout_of
+from test_rewards import rollout_of
+from wrapped_rewards import call_and_score
 
 from reward_functions.calling import Reports
 from reward_functions.loading import load_reward_function, require_columns

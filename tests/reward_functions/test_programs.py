@@ -1,6 +1,5 @@
 """Programs are scored by the tests they pass, and programs that cheat get nothing."""
 
-import re
 import sys
 import time
 import warnings
@@ -19,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("no_process_is_left")
 
 @pytest.fixture(autouse=True)
 def tests_are_new():
-    programs.split_or_warn.cache_clear()
+    programs.split_tests.cache_clear()
 
 
 TESTS = ["assert square(3) == 9", "assert square(-4) == 16", "assert abs(square(0.5) - 0.25) < 1e-9"]
@@ -119,29 +118,26 @@ def test_the_text_that_comes_from_the_program_is_data():
     assert passes_tests([called, forgery], [["assert f(1) in (None, {})"]] * 2) == [0.0, 1.0]
 
 
-FORM = "not CALL, not CALL, CALL == VALUE"
 NOT_JUDGED = [
-    ("f(2) == 4", "not assert statements after imports"), ("assert (", "never closed"), ("", "not assert statements"), (None, "not assert statements"),
-    ("def check(f):\n    assert f(1) == 1", "not assert statements"), ("x = 3\nassert f(x) == 9", "not assert statements"),
-    ("import math, numpy as np\nassert np.allclose(f(1), 2)", "outside of the standard library"), ("from math import *\nassert f(1) == pi", "imports *"),
-    *((f"assert {test}", FORM) for test in [
-        "abs(-1) == 1", "all(f(i) == i for i in range(3))", "f(y := 2) == y", "max([1, 2], key=lambda n: f(n)) == 2", "[box.x for box in f(1)] == [1]",
-        "f(1) == pytest.approx(2)", "np.allclose(f(1), 2)", "f(2) == sqrt(2)", "math.isclose(f(2), sqrt(2))", "Matrix(f(1)) == Matrix([2])",
-        "f(1) == f(1)", "f(2) == 2 and f(1) != 2", "min(f(1), 4) == 4", "f(1).__eq__(4) is True", "f(1) - 4 == 0", "sum(f(1), 4) == 4", "4 in f(1)", "4 == f(1)",
-        # They would run the answer.
-        "eval(f(2)) == 4", "exec(f(2)) is None", "list(map(eval, [f(2)])) == [4]", "[eval(text) for text in [f(2)]] == [4]",
-        "(lambda run: run(f(2)))(eval) == 4", "(run := eval)(f(2)) == 4",
-    ]),
-    ("from datetime import date\nassert f(date(2024, 2, 28)) == date(2024, 2, 29)", FORM), ("from math import isclose as near\nassert near(f(2), 2)", FORM),
-    ("import pickle\nassert pickle.loads(f(2)) == 4", FORM), ("from pickle import loads as read\nassert read(f(2)) == 4", FORM),
-    ("import builtins\nassert builtins.eval(f(2)) == 4", FORM), ("import functools\nassert functools.partial(eval, f(2))() == 4", FORM),
+    "f(2) == 4", "assert (", "", None, "def check(f):\n    assert f(1) == 1", "x = 3\nassert f(x) == 9",
+    "import math, numpy.linalg as la\nassert f(1) == 2", "from math import *\nassert f(1) == 2",
+    "assert abs(-1) == 1", "assert all(f(i) == i for i in range(3))", "assert f(y := 2) == y", "assert max([1, 2], key=lambda n: f(n)) == 2",
+    "assert [box.x for box in f(1)] == [1]", "assert f(1) == pytest.approx(2)", "assert np.isclose(f(1), 2)", "assert f(2) == sqrt(2)",
+    "assert math.isclose(f(2), sqrt(2))", "assert Matrix(f(1)) == Matrix([2])", "assert f(1) == f(1)", "assert f(2) == 2 and f(1) != 2",
+    "assert min(f(1), 4) == 4", "assert f(1).__eq__(4) is True", "assert f(1) - 4 == 0", "assert 4 in f(1)", "assert 4 == f(1)",
+    "from datetime import date\nassert f(date(2024, 2, 28)) == date(2024, 2, 29)", "from math import isclose as near\nassert near(f(2), 2)",
+    # They would run the answer.
+    "assert eval(f(2)) == 4", "assert exec(f(2)) is None", "assert list(map(eval, [f(2)])) == [4]", "assert [eval(text) for text in [f(2)]] == [4]",
+    "assert (lambda run: run(f(2)))(eval) == 4", "assert (run := eval)(f(2)) == 4", "import pickle\nassert pickle.loads(f(2)) == 4",
+    "from pickle import loads as read\nassert read(f(2)) == 4", "import builtins\nassert builtins.eval(f(2)) == 4",
+    "import functools\nassert functools.partial(eval, f(2))() == 4",
 ]
 
 
-@pytest.mark.parametrize("test,reason", NOT_JUDGED)
-def test_a_test_of_another_form_is_named_once_and_not_scored(test, reason):
-    cheat = "f = sqrt = Matrix = Point = lambda *_: 0\nclass np: allclose = lambda *_: True"
-    with pytest.warns(UserWarning, match=re.escape(reason)) as caught, warnings.catch_warnings():
+@pytest.mark.parametrize("test", NOT_JUDGED)
+def test_a_test_of_another_form_is_named_once_and_not_scored(test):
+    cheat = "f = sqrt = Matrix = Point = lambda *_: 0\nclass np: allclose = isclose = lambda *_: True"
+    with pytest.warns(UserWarning, match=r"not asserts of the forms CALL, ") as caught, warnings.catch_warnings():
         warnings.simplefilter("always")
         points = [passes_tests([cheat, "def f(x): return x"], [[test], ["assert f(1) == 0", test]]) for _ in range(2)]
     assert points == [[None, None]] * 2
