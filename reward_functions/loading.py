@@ -4,6 +4,7 @@ The built-in reward functions by name, functions in files, their signatures, and
 
 import importlib.util
 import inspect
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
@@ -20,6 +21,8 @@ BUILT_IN = {name: getattr(reward_functions, name) for name in MODULE_OF if name 
 PROVIDED = ("prompts", "completions", "completion_ids", "prompt_ids", "sampling_logp", "trainer_state",
             "environments", "log_extra", "log_metric")
 RESERVED = (*PROVIDED, *COLUMNS_NOT_PASSED)
+TOKEN_IDS = re.compile(r"(typing\.)?list\[(typing\.)?list\[int\]\]", re.IGNORECASE)      # an annotation
+ONLY_BY_NAME = ("sampling_logp", "prompt_ids")            # not passed as part of **columns
 ANSWER_NAMES = ("solution", "target", "ground_truth")     # further parameter names for the answer
 
 
@@ -89,13 +92,19 @@ def call_for_each(function: Callable, completions, ground_truth, **columns) -> l
 
 
 def accepted(function: Callable, arguments: dict) -> dict:
-    """Return the arguments that a function has parameters for; the answer also under the names of others."""
+    """Return the arguments that a function has parameters for: if it accepts any, all but ONLY_BY_NAME.
+
+    The answer has the names of others too. A parameter `completions: list[list[int]]` gets token ids.
+    """
     parameters = inspect.signature(function).parameters
     accepts_any = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values())
+    if "completions" in parameters and TOKEN_IDS.fullmatch(str(parameters["completions"].annotation)):
+        arguments = arguments | {"completions": arguments.get("completion_ids")}
     if "answer" in arguments:
         aliases = [name for name in ANSWER_NAMES if name in parameters]
         arguments = dict.fromkeys(aliases, arguments["answer"]) | arguments
-    return {name: value for name, value in arguments.items() if accepts_any or name in parameters}
+    passed = set(parameters) | (arguments.keys() - set(ONLY_BY_NAME) if accepts_any else set())
+    return {name: value for name, value in arguments.items() if name in passed}
 
 
 def columns_of(examples: list[dict]) -> set[str]:

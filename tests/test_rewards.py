@@ -15,7 +15,6 @@ from sources import load_examples
 from experience import shape_rewards
 from grpo import compute_group_advantages
 from reward_functions import check_answer, math_equality
-from reward_functions.calling import Reports, wrap_reward_functions
 from reward_functions.loading import BUILT_IN
 from rewards import compute_rewards_for_completions
 
@@ -129,19 +128,6 @@ def rollout_of(*texts):
         prompt_ids=torch.tensor([[0, 7], [8, 9]])[:prompts], prompt_mask=torch.tensor([[False, True], [True, True]])[:prompts],
         turn_points=None,
     )
-
-
-def call_and_score(functions, weights, rollout, examples, *, reports=None, on_error="raise", timeout=0.0):
-    """As training does: the functions wrapped; fills reports."""
-    config = GRPOConfig(reward_errors=on_error, reward_timeout=timeout)
-    wrapped, made = wrap_reward_functions(functions, rollout, config)
-    scored = compute_rewards_for_completions(wrapped, weights, rollout, examples)
-    vars(reports or Reports()).update(vars(made))
-    return scored
-
-
-def length(completions, **columns):
-    return [float(len(text)) for text in completions]
 
 
 EXAMPLES = [{"prompt": "p", "answer": "1", "completion": "gold"}, {"prompt": "q", "answer": "2", "level": 3}]

@@ -92,6 +92,15 @@ def test_a_function_gets_every_column_repeated_for_siblings_in_lists_of_its_own_
     }
 
 
+@pytest.mark.parametrize("annotation", ["list[list[int]]", "typing.List[typing.List[int]]"])
+def test_completions_annotated_as_token_ids_are_token_ids(annotation):
+    names = {}
+    exec(f"import typing\ndef f(completions: {annotation}):\n    return [float(sum(c)) for c in completions]", names)
+    assert score(names["f"], *"abcd") == [[1.0, 7.0], [13.0, 19.0]]
+    exec("def g(completions: list[str], **columns):\n    assert 'prompt_ids' not in columns\n    return [float(len(c)) for c in completions]", names)
+    assert score(names["g"], *"abcd") == [[1.0, 1.0], [1.0, 1.0]]
+
+
 def test_a_column_that_is_called_solution_is_not_replaced_by_the_answer():
     def asked(completions, solution, **columns):
         return [float(text == solution[0]) for text in completions]
