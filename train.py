@@ -257,10 +257,10 @@ def learn(run: Run) -> None:
                 accuracy = run.log_evaluation() if run.evaluation_is_due() else math.nan
                 if phase.is_over(run.progress.phase_step, accuracy):
                     break
-                run.save_if_due()
                 if stop.requested():
                     run.save_checkpoint(notify=True)
                     return
+                run.save_if_due()
                 take_and_log_step(run, take_step)
             run.end_phase()
             run.save_checkpoint()

@@ -300,7 +300,6 @@ class Run:
         """
         state = {
             "progress": asdict(self.progress), "settings": self.config.as_dict(), "versions": versions(),
-            "shared_prompt": self.engine.shares_prompts,
             "file_sizes": self.folder.file_sizes(),
             "reference_adapter": full_tensor(getattr(self.reference, "kept", None)),     # AdapterReference
         } | optimizer_state(self.optimizer, self.scheduler, self.scaler, self.value_head, self.batches)
