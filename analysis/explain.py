@@ -109,15 +109,14 @@ def mean_advantages(experience: Experience) -> Tensor:
 
 
 def find_group(run: Run) -> Groups | None:
-    """Return a group of the first batch, of BATCHES, in which not all are tied: where rewards differ most."""
+    """Return the first group, in at most BATCHES batches, that is not tied; any one without rewards."""
     for number in range(1, BATCHES + 1):
         groups = train.sample_groups(run, next(run.batches))
         if run.config.grpo.reward_functions == ["none"] or not groups.tied.all():
-            mean = groups.rewards.nanmean(dim=1, keepdim=True)
-            spread = (groups.rewards - mean).abs().nan_to_num().amax(dim=1)    # (P,)
-            tied = f"{int(groups.tied.sum())} of {len(spread)} groups of batch {number} are tied"
-            run.console.print(f"{tied}; this is the one in which rewards differ most")
-            return select(groups, torch.arange(len(spread)) == spread.argmax())
+            size, first = len(groups.tied), int(groups.tied.int().argmin())
+            tied = f"{int(groups.tied.sum())} of {size} groups of batch {number} are tied"
+            run.console.print(f"{tied}; here is group {first}")
+            return select(groups, torch.arange(size) == first)
     return None
 
 

@@ -85,19 +85,17 @@ def print_last_line(line: str) -> None:
 
     torchrun stops all processes as soon as one has ended with an error, so the first has to be heard.
     """
-    store = dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
-    if store is None or store.add("last lines", 1) == 1:
+    store = dist.distributed_c10d._get_default_store() if dist.is_initialized() else dist.HashStore()
+    if store.add("last lines", 1) == 1:
         print(line, file=sys.stderr, flush=True)
-        if store is not None:
-            store.set("last line printed", "")
+        store.set("last line printed", "")
     else:
         store.wait(["last line printed"], timedelta(seconds=30))
 
 
 def other_rank_ended() -> bool:
     """Return True if another process has printed its last line, so that a collective with it fails here."""
-    store = dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
-    return store is not None and store.check(["last line printed"])
+    return dist.is_initialized() and dist.distributed_c10d._get_default_store().check(["last line printed"])
 
 
 # ---- one process or many -----------------------------------------------------------------------------------
@@ -231,14 +229,13 @@ def leave_busy_cores(notify: Callable) -> None:
         return                                            # limit_threads would do nothing
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count())
 
-    def busy_cores(seconds: float) -> int:
-        try:
+    busy = 0
+    for seconds in 0.3, 1:                                # not only for a moment
+        with suppress(OSError):                           # of a sandbox without /proc/stat
             shares = psutil.cpu_percent(seconds, percpu=True)
-        except OSError:                                   # of a sandbox without /proc/stat
-            return 0
-        return round(sum(shares[core] for core in cores if core < len(shares)) / 100)
-
-    busy = busy_cores(seconds=0.3) and busy_cores(seconds=1)                     # not only for a moment
+            busy = round(sum(shares[core] for core in cores if core < len(shares)) / 100)
+        if not busy:
+            return
     limit_threads(len(cores) - busy, f"others use {busy} of {len(cores)} cores", notify)
 
 

@@ -149,22 +149,15 @@ def make_reference(model: PreTrainedModel, *, exact: bool = False):
     return reference
 
 
-def blend_reference(reference, model: PreTrainedModel, alpha: float) -> None:
-    """Set reference = alpha * reference + (1 - alpha) * policy; alpha=0 copies the policy exactly."""
-    reshard(model)
-    reshard(reference)
-    trained = torch.nn.ParameterList(trainable_parameters(model)) if has_adapter(model) else model
-    core.update_reference(reference, trained, alpha)
-
-
 def follow_policy(reference, model: PreTrainedModel, config, step: int, *, skipped: bool) -> None:
     """Update a reference, if there is one, by --reference_mode, after a step of the phase."""
-    if reference is None:
-        return
-    if config.reference_mode == "ema" and not skipped:
-        blend_reference(reference, model, config.ema_alpha)
-    elif config.reference_mode == "periodic" and step % config.reference_update_freq == 0:
-        blend_reference(reference, model, 0.0)
+    moves = config.reference_mode == "ema" and not skipped
+    is_copied = config.reference_mode == "periodic" and step % config.reference_update_freq == 0
+    if reference is not None and (moves or is_copied):
+        reshard(model)
+        reshard(reference)
+        trained = torch.nn.ParameterList(trainable_parameters(model)) if has_adapter(model) else model
+        core.update_reference(reference, trained, config.ema_alpha if moves else 0.0)
 
 
 def full_state_dict(model: PreTrainedModel) -> dict[str, torch.Tensor]:

@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain, groupby
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -131,7 +131,7 @@ class VLLM(Engine):
                 distribution=distribution,
             )
             rows = [row for request in requests for row in request]
-            for row, turn in zip(rows, chain(*turns), strict=True):
+            for row, turn in zip(rows, turns, strict=True):
                 state.append(row, *turn)
             active = state.active_rows(rows)              # environments reply
             for row in active:
@@ -144,8 +144,8 @@ class VLLM(Engine):
     def generate(
         self, prompts: list[list[int]], *, num_completions: int, max_tokens: list[int], seeds: list[int],
         stop_ids: list[int], distribution: dict,
-    ) -> list[list[tuple[list[int], list[float], bool]]]:
-        """Sample completions of each prompt: token ids with the stop token, their logp, whether it was drawn.
+    ) -> list[tuple[list[int], list[float], bool]]:
+        """Sample completions of each prompt, by turn_of: the siblings of a prompt follow each other.
 
         max_tokens, seeds  of each prompt; the completions of a prompt have successive seeds
         distribution       temperature, top_k, top_p, min_p; logp (nats) is of what they leave
@@ -161,19 +161,14 @@ class VLLM(Engine):
         ]
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
         outputs = self.llm.generate(inputs, parameters, use_tqdm=False)
-        return [
-            [
-                (list(sampled.token_ids), logp_of(sampled.token_ids, sampled.logprobs),
-                 sampled.finish_reason == "stop")
-                for sampled in output.outputs
-            ]
-            for output in outputs
-        ]
+        return [turn_of(sampled) for output in outputs for sampled in output.outputs]
 
 
-def logp_of(ids: list[int], found: list[dict]) -> list[float]:
-    """Return log p of each token from what vLLM returns: at each position a table by token id."""
-    return [table[token].logprob for token, table in zip(ids, found, strict=True)]
+def turn_of(sampled) -> tuple[list[int], list[float], bool]:
+    """Return the tokens of a completion of vLLM, their log-probabilities, and if a stop token ended it."""
+    tables = zip(sampled.token_ids, sampled.logprobs, strict=True)               # {token id: log-probability}
+    logp = [table[token].logprob for token, table in tables]
+    return list(sampled.token_ids), logp, sampled.finish_reason == "stop"
 
 
 @torch.no_grad()

@@ -401,7 +401,7 @@ class Run:
 
     def held_out_score(self, result: dict) -> float:
         """Return the accuracy, or the weighted sum of points where these are shown, NaN if there are none."""
-        if shows_accuracy(result, self.config):
+        if shows_accuracy(result, self.config.flags):
             return result["eval_accuracy"]
         points = [result[f"eval_reward/{name_of(function)}"] for function in self.reward_functions]
         weighted = zip(points, self.config.grpo.weights, strict=False)           # supervised: no points

@@ -104,22 +104,6 @@ def test_a_group_that_is_not_tied_is_searched_for_and_its_absence_is_reported(tm
     assert repr(calls[1].examples[0]["prompt"]) in printed and "gradient norm" in printed
 
 
-def test_the_group_in_which_rewards_differ_most_is_explained(tmp_path, capsys, monkeypatch):
-    """The first batch is tied, in the second one reward is unknown; of the third nothing is sampled."""
-    rewards = [[[1, 1, 1, 1.0], [2, 2, 2, 2]], [[1, 2, 3, math.nan], [1, 1, 1, 4]], [[0, 9, 0, 9], [1, 1, 1, 1]]]
-    sampled, real = [], train.sample_groups
-
-    def sample(*arguments):
-        sampled.append(replace(real(*arguments), rewards=torch.tensor(rewards[len(sampled)])))
-        return sampled[-1]
-
-    run = start_run(tmp_path, *FLAGS, "--batch_size", "2", "--reward_functions", reward_file(tmp_path, "len(c)"))
-    monkeypatch.setattr(train, "sample_groups", sample)
-    found = explain.find_group(run)
-    assert len(sampled) == 2 and found.rewards.tolist() == [[1, 1, 1, 4]]
-    assert "0 of 2 groups of batch 2 are tied; this is the one in which rewards differ most" in capsys.readouterr().out
-
-
 @pytest.mark.slow
 def test_the_next_step_of_a_run_is_explained_and_a_finished_one_is_not(tmp_path, capsys):
     train.main([*QUICK, "--output_dir", str(tmp_path / "out"), *FLAGS, "--reward_functions", reward_file(tmp_path, "len(c)"),
@@ -172,7 +156,7 @@ def test_every_table_by_hand(tmp_path, capsys, tables):
     prompts = [example["prompt"] for example in examples]
     whole = run.engine.sample(prompts, run.config.grpo, seed=1)
     texts, rows = whole.completions[4:8], range(4, 8)
-    assert "1 of 3 groups of batch 1 are tied" in printed
+    assert "1 of 3 groups of batch 1 are tied; here is group 1\n" in printed
     assert f"prompt: {prompts[1]!r}, answer: {examples[1]['answer']!r}" in printed
 
     head, lines = tables["1"]

@@ -153,12 +153,9 @@ def test_tokens_have_their_text_with_the_space_they_begin_with(tmp_path):
     assert "".join(report.token_text(tokenizer, token) for token in (0, 1, 2, 4)) == " the cats ."
 
 
-@pytest.mark.parametrize("prompt,shown", [
-    ([{"role": "system", "content": "<i>"}, {"role": "user", "content": "q"}], "system: <i>\nuser: q"),
-    ([2, 19, 13], "... <bos>1+"),
-])
-def test_prompts_are_shown_as_people_read_them(tmp_path, prompt, shown):
-    assert shown in Page(write_report(fake_run(tmp_path / "run", prompt=prompt))).texts
+def test_prompts_are_shown_as_people_read_them(tmp_path):
+    prompt = [{"role": "system", "content": "<i>"}, {"role": "user", "content": "q"}]
+    assert "system: <i>\nuser: q" in Page(write_report(fake_run(tmp_path / "run", prompt=prompt))).texts
 
 
 # ---- what is not trusted --------------------------------------------------------------------------------------------

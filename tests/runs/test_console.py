@@ -50,7 +50,6 @@ def test_the_last_paragraph_says_what_was_learned(finished, capsys):
 
 
 @pytest.mark.parametrize("prompt,completion,shown", [
-    ([2, 5, 6], "2", "'[2, 5, 6]' -> '2'"),               # ids of a prompt that was cut
     ([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1=?"}], "2", r"'system: Be brief.\nuser: 1+1=?' -> '2'"),
     ("\x1b[2J", "\x9b2J\r\u202e\x07", r"'\x1b[2J' -> '\x9b2J\r\u202e\x07'"),
 ])
