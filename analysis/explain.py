@@ -77,8 +77,6 @@ def explain(run: Run) -> None:
     console.print(
         f"5. The update: gradient norm {norm:.4g}, clipped to {max_norm:g} if larger; "
         f"{type(run.optimizer).__name__}, learning rate {rate:.3g}")
-    if run.progress.skipped_in_a_row:
-        console.print("   loss or gradient is not finite: skipped, nothing has changed")
 
     new = log_probs_of_rollout(run.engine, run.ranks, rollout, config.distribution).logp
     title = "6. The same tokens after it, as a second epoch on this rollout would see them"

@@ -168,11 +168,11 @@ def tokens_of(record: dict, tokenizer) -> list[tuple[str, str, float | None]]:
 
 def find_tokenizer(folder: Path, config: dict):
     """Load the tokenizer of the final model, the newest checkpoint or the initial model, or return None."""
-    source = config["model_path"]
-    for path in [folder / "final", *sorted((folder / "checkpoints").glob("step-*"))[-1:], Path(source)]:
-        if path.is_dir() or source == "":
+    newest = sorted((folder / "checkpoints").glob("step-*"))[-1:]
+    for path in folder / "final", *newest, config["model_path"]:
+        if not path or Path(path).is_dir():
             with suppress(ValueError):
-                return load_any_tokenizer(ModelConfig(model_path=str(path) if source else ""))
+                return load_any_tokenizer(ModelConfig(model_path=str(path)))
     return None
 
 

@@ -35,7 +35,7 @@ def load_any_tokenizer(config):
 
 
 def load_any_policy(config, *, trainable: bool = True):
-    """Load the model and the tokenizer of config.model_path by load_policy of model.py, from anywhere.
+    """Load the model and the tokenizer of config.model_path, from anywhere, or the built-in ones.
 
     Weights that are trained are float32 at any precision of the layers: in bfloat16 a step of 1e-6 would be
     rounded away.
@@ -50,7 +50,8 @@ def load_any_policy(config, *, trainable: bool = True):
         if adapter and config.lora_rank not in (0, adapter["r"]):
             found = f"the adapter in {config.model_path} has {adapter['r']}"
             raise ValueError(f"--lora_rank={config.lora_rank}: {found}; omit it")
-        policy, tokenizer = core.load_policy(config, load=load_text_weights)
+        tokenizer = core.load_tokenizer(config)
+        policy = load_text_weights(config) if config.model_path else core.tiny_gemma(tokenizer, config)
         if adapter or config.lora_rank:
             add_adapter(policy, config, bool(adapter))
         if not trainable:
@@ -58,17 +59,15 @@ def load_any_policy(config, *, trainable: bool = True):
         return with_precision(policy, config.precision), tokenizer
 
 
-def load_text_weights(config) -> tuple[PreTrainedModel, set[str]]:
-    """Load a model of a folder or a hub, a shard of it in each process. Freeze parts that are not for text.
-
-    returns  the model, of an adapter its base model, and the weights that no file has
-    """
+def load_text_weights(config) -> PreTrainedModel:
+    """Load a model, or the base model of an adapter, a shard of it in each process. Freeze its towers."""
     path = adapter_settings(config.model_path).get("base_model_name_or_path", config.model_path)
     cls = auto_class(AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code))
     with loading_shards():
         policy, missing = core.load_weights(config, path, cls)
     freeze_towers(policy)
-    return policy, missing
+    core.require_weights(policy, missing, config.model_path)
+    return policy
 
 
 @contextmanager

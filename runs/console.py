@@ -96,11 +96,10 @@ class RunConsole:
         self.print("    rewards    " + " ".join(points_text(c["reward"]) for c in group))
         self.print("    advantages " + " ".join(f"{c['advantage']:+.2f}" for c in group))
 
-    def print_summary(self, folder: Path, lines: list[dict], findings: list[str], best_step: int) -> None:
+    def print_summary(self, folder: Path, lines: list[dict], findings: list[str]) -> None:
         """Print what was learned, by held-out results around each phase, and where the files are.
 
         lines, findings  of metrics.jsonl in the folder; of the training doctor about them
-        best_step        of the policy in best/; -1: there is none
         """
         when = "before training" if self.config.model.model_path else "untrained"
         last: dict[str, str] = {}                         # the last result of each phase, in order

@@ -241,7 +241,7 @@ class Run:
         if self.folder.writes:                            # elsewhere the folder may be of another machine
             path = self.folder.path
             lines, flags = read_jsonl(path / "metrics.jsonl"), read_settings(path / "config.json")
-            self.console.print_summary(path, lines, diagnose(lines, flags), self.progress.best_step)
+            self.console.print_summary(path, lines, diagnose(lines, flags))
 
     def begin_phase(self, phase: Phase) -> None:
         """Create the objects of a phase: optimiser, schedule, data order, reference, value head.
