@@ -112,6 +112,8 @@ class VLLM(Engine):
         repeats: list[int] | None = None, reply: Callable | None = None,
     ) -> Rollout:
         """Sample as Engine.sample: one turn of all completions, then the next."""
+        from vllm import SamplingParams
+
         size, limit = num_completions or config.num_completions_per_prompt, config.generation_max_length
         prompt_ids = [encode_prompt(self.tokenizer, prompt) for prompt in prompts]
         repeats = count_repeats(prompt_ids) if repeats is None else repeats
@@ -123,16 +125,21 @@ class VLLM(Engine):
         )
         requests = [range(p * size, (p + 1) * size) for p in range(len(prompts))]     # rows of siblings
         while requests:
-            first, count = [rows[0] for rows in requests], state.count.tolist()
-            turns = self.generate(
-                [prompt_ids[row // size] + state.ids[row, : count[row]].tolist() for row in first],
-                num_completions=len(requests[0]), max_tokens=[limit - count[row] for row in first],
-                seeds=[seeds[row] + count[row] for row in first], stop_ids=stop_ids,
-                distribution=distribution,
-            )
+            inputs, parameters, count = [], [], state.count.tolist()
+            for first, *others in requests:
+                ids = prompt_ids[first // size] + state.ids[first, : count[first]].tolist()
+                inputs.append({"prompt_token_ids": ids})
+                parameters.append(SamplingParams(         # siblings have successive seeds
+                    n=1 + len(others), seed=seeds[first] + count[first], max_tokens=limit - count[first],
+                    stop_token_ids=stop_ids, ignore_eos=True, logprobs=0, detokenize=False, **distribution,
+                ))
+            outputs = self.llm.generate(inputs, parameters, use_tqdm=False)
             rows = [row for request in requests for row in request]
+            turns = [turn for output in outputs for turn in output.outputs]
             for row, turn in zip(rows, turns, strict=True):
-                state.append(row, *turn)
+                at_each = zip(turn.token_ids, turn.logprobs, strict=True)        # of vLLM: {token: its logp}
+                logp = [table[token].logprob for token, table in at_each]
+                state.append(row, list(turn.token_ids), logp, turn.finish_reason == "stop")
             active = state.active_rows(rows)              # environments reply
             for row in active:
                 forced = state.forced_tokens[row, state.count[row] :]
@@ -140,35 +147,6 @@ class VLLM(Engine):
                 state.append(row, added, [0.0] * len(added), False)
             requests = [[row] for row in active if state.count[row] < limit]     # a reply may fill it
         return make_rollout(self.tokenizer, prompt_ids, *state.results())
-
-    def generate(
-        self, prompts: list[list[int]], *, num_completions: int, max_tokens: list[int], seeds: list[int],
-        stop_ids: list[int], distribution: dict,
-    ) -> list[tuple[list[int], list[float], bool]]:
-        """Sample completions of each prompt, by turn_of: the siblings of a prompt follow each other.
-
-        max_tokens, seeds  of each prompt; the completions of a prompt have successive seeds
-        distribution       temperature, top_k, top_p, min_p; logp (nats) is of what they leave
-        """
-        from vllm import SamplingParams
-
-        parameters = [
-            SamplingParams(
-                n=num_completions, max_tokens=limit, seed=seed, stop_token_ids=stop_ids, ignore_eos=True,
-                logprobs=0, detokenize=False, **distribution,
-            )
-            for limit, seed in zip(max_tokens, seeds, strict=True)
-        ]
-        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
-        outputs = self.llm.generate(inputs, parameters, use_tqdm=False)
-        return [turn_of(sampled) for output in outputs for sampled in output.outputs]
-
-
-def turn_of(sampled) -> tuple[list[int], list[float], bool]:
-    """Return the tokens of a completion of vLLM, their log-probabilities, and if a stop token ended it."""
-    tables = zip(sampled.token_ids, sampled.logprobs, strict=True)               # {token id: log-probability}
-    logp = [table[token].logprob for token, table in tables]
-    return list(sampled.token_ids), logp, sampled.finish_reason == "stop"
 
 
 @torch.no_grad()
