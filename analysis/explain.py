@@ -81,7 +81,12 @@ def explain(run: Run) -> None:
     new = log_probs_of_rollout(run.engine, run.ranks, rollout, config.distribution).logp
     title = "6. The same tokens after it, as a second epoch on this rollout would see them"
     show_tokens(console, config, run.tokenizer, experience, new, picked, title)
-    show_change(console, experience, old, new)
+    mask = rollout.completion_mask
+    before, after = ((logp * mask).sum(dim=1) for logp in (old, new))            # (G,) nats
+    show(console, "7. log-probability of each completion", ["", "A", "before", "after", "change"], [
+        [str(g), f"{a:+.4f}", f"{start:.4f}", f"{end:.4f}", f"{end - start:+.4f} nat"]
+        for g, (a, start, end) in enumerate(zip(mean_advantages(experience), before, after, strict=True))
+    ])
 
 
 def train_until_grpo(run: Run) -> None:
@@ -201,17 +206,6 @@ def show_loss(console: RunConsole, config: GRPOConfig, losses: dict, denominator
     aggregation = LOSSES[config.loss_type].aggregation
     console.print(f"   {config.loss_type}: {aggregation} of the tokens' losses, {sizes}")
     console.print("   every ratio is still 1: the value of policy_loss says little, its gradient counts")
-
-
-def show_change(console: RunConsole, experience: Experience, old: Tensor, new: Tensor) -> None:
-    """Print how the update changed the log-probability of each completion, from old to new (G, T)."""
-    mask = experience.rollout.completion_mask
-    before, after = ((logp * mask).sum(dim=1) for logp in (old, new))            # (G,) nats
-    advantages = mean_advantages(experience)
-    show(console, "7. log-probability of each completion", ["", "A", "before", "after", "change"], [
-        [str(g), f"{a:+.4f}", f"{start:.4f}", f"{end:.4f}", f"{end - start:+.4f} nat"]
-        for g, (a, start, end) in enumerate(zip(advantages, before, after, strict=True))
-    ])
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ all that it inserts, and the page has no script.
 import base64
 import fnmatch
 import io
-import json
 import math
 from contextlib import suppress
 from functools import cache
@@ -64,11 +63,10 @@ def write_report(folder: Path) -> Path:
     if curves:
         (folder / "curves.png").write_bytes(curves)
     page = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    pairs = {name: (json.dumps(value), json.dumps(DEFAULTS.get(name))) for name, value in config.items()}
     target = folder / "report.html"
     replace_text(target, page.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         name=folder, phases=ends, curves=base64.b64encode(curves).decode(), findings=findings, steps=steps,
-        settings={name: (own, default) for name, (own, default) in pairs.items() if own != default},
+        settings=config, defaults=DEFAULTS,
     ))
     return target
 

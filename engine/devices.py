@@ -2,12 +2,8 @@
 Devices and processes: choosing the device, collectives between processes, XLA graphs, and peak memory. This
 file and sharding.py are the only ones that use torch.distributed and torch_xla; ranks.py divides the work.
 
-    TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600 torchrun --nproc_per_node 4 train.py --use_grpo ...
-
-Every process samples and scores a slice of the prompts and forwards a slice of the batches. Completions,
-rewards and advantages are small and gathered, so every process makes the same decisions. Weights, gradients
-and the optimiser's state are large and sharded (sharding.py). Processes of one tensor-parallel group have the
-same slice and do the same work on it. Without torchrun there is one process, of rank 0.
+Completions, rewards and advantages are small and gathered, so every process makes the same decisions.
+Weights, gradients and the optimiser's state are large and sharded. Without torchrun there is one process.
 
 XLA compiles, and one process drives all its devices. The operations between two calls of cut_graph become one
 program, which is reused for the same operations with the same shapes. So shapes are rounded up (bucket), and

@@ -105,13 +105,11 @@ def parallelize_layers(model, device_mesh) -> list[str]:
     """
     text_config, n = model.config.get_text_config(), device_mesh.size()
     plan = getattr(text_config, "base_model_tp_plan", None) or {}
-    sizes = [text_config.num_key_value_heads, text_config.intermediate_size] if plan else []
-    if not plan or set(plan.values()) - {*STYLES, PARTIAL} or any(size % n for size in sizes):
-        counts = plan and f"with {sizes[0]} key heads and {sizes[1]} columns"
-        reason = counts or "transformers has no plan for it"
+    is_known = plan and set(plan.values()) <= {*STYLES, PARTIAL}
+    if not is_known or text_config.num_key_value_heads % n or text_config.intermediate_size % n:
         raise ValueError(
-            f"--mesh tp={n}: {text_config.model_type} cannot be divided like that, {reason}; use fsdp alone"
-        )
+            f"--mesh tp={n}: {text_config.model_type} cannot be divided like that: transformers has no plan "
+            f"for it, or its key heads or columns are no multiple of {n}; use fsdp alone")
     styles = {name: STYLES[style]() for name, style in plan.items() if style in STYLES}
     parallelize_module(text_model(model), device_mesh, styles)
     return [name for name, style in plan.items() if style == PARTIAL]

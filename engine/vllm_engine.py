@@ -42,12 +42,12 @@ ENVIRONMENT = {                 # settings of vLLM that only its environment has
 }
 
 
-def refuse_engine(config, device: torch.device) -> None:
-    """Raise ValueError if this installation or device cannot run --engine vllm. config: a GRPOConfig."""
-    if config.engine == "vllm" and importlib.util.find_spec("vllm") is None:
+def refuse_engine(device: torch.device) -> None:
+    """Raise ValueError if this installation or device cannot run --engine vllm."""
+    if importlib.util.find_spec("vllm") is None:
         raise ValueError(
             "--engine=vllm: vllm is not installed; it takes an environment of its own: requirements-vllm.txt")
-    if config.engine == "vllm" and device.type not in ("cpu", "cuda"):
+    if device.type not in ("cpu", "cuda"):
         raise ValueError(f"--engine=vllm: not on {device.type}; take --engine auto")
 
 

@@ -19,7 +19,7 @@ import torch
 from analysis.evaluation import evaluate
 from config import Config
 from engine.adapters import AdapterReference, trainable_parameters
-from engine.devices import limit_threads, num_processes, peak_memory_gb
+from engine.devices import cut_graph, limit_threads, num_processes, peak_memory_gb
 from engine.errors import RunError, first_line
 from engine.plain import Engine
 from engine.policy import make_reference, move
@@ -191,7 +191,7 @@ class Run:
     def zero_gradient(self) -> None:
         """Set the gradient to zero, and end the program of the update on XLA."""
         self.optimizer.zero_grad(set_to_none=self.device.type != "xla")          # zeros: no recompilation
-        self.ranks.end_program()
+        cut_graph(self.device)
 
     @property
     def trainer_state(self) -> SimpleNamespace:
