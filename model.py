@@ -135,10 +135,7 @@ def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
 def update_reference(reference, model, alpha: float) -> None:
     """Set reference = alpha * reference + (1 - alpha) * policy; alpha=0 copies the policy exactly."""
     for old, new in zip(reference.parameters(), model.parameters(), strict=True):
-        if alpha:
-            old.lerp_(new.to(old.device), 1 - alpha)
-        else:
-            old.copy_(new)
+        old.lerp_(new.to(old), 1 - alpha)                 # in its precision
 
 
 class ValueHead(torch.nn.Module):

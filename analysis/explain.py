@@ -38,28 +38,15 @@ TOKENS_SHOWN = 6                # number of tokens shown of a completion: the le
 
 
 def main(argv: list[str]) -> None:
-    """Set up a run with flags of train.py, and explain its next step of GRPO."""
+    """Set up a run with flags of train.py, and print its next step of GRPO, number by number."""
     config = parse_config([*argv, "--check"])             # which writes nothing
     if not config.training.use_grpo:
         raise ValueError("a step of GRPO is explained; add --use_grpo")
     run = set_up(config)
     if run.ranks.size > 1:
         raise ValueError("a step is explained in one process; start it without torchrun")
-    explain(run)
-
-
-def explain(run: Run) -> None:
-    """Print one step, number by number."""
-    config, console = run.config.grpo, run.console
     train_until_grpo(run)
-    groups = find_group(run)
-    if groups is None:
-        console.print(
-            f"all groups of {BATCHES} batches are tied: equal rewards, advantages of 0, nothing to learn. "
-            "Take another reward function, easier or harder problems, or a policy that is sometimes right "
-            "(--model_path)"
-        )
-        return
+    config, console, groups = run.config.grpo, run.console, find_group(run)
     rollout, rows = groups.rollout, torch.arange(groups.rewards.numel())
     experience = train.experience_of(run, groups, train.group_advantages(run, groups))
     show_completions(console, config, groups, experience)
@@ -111,7 +98,7 @@ def mean_advantages(experience: Experience) -> Tensor:
     return (experience.advantages * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
 
 
-def find_group(run: Run) -> Groups | None:
+def find_group(run: Run) -> Groups:
     """Return the first group, in at most BATCHES batches, that is not tied; any one without rewards."""
     for number in range(1, BATCHES + 1):
         groups = train.sample_groups(run, next(run.batches))
@@ -120,7 +107,9 @@ def find_group(run: Run) -> Groups | None:
             tied = f"{int(groups.tied.sum())} of {size} groups of batch {number} are tied"
             run.console.print(f"{tied}; here is group {first}")
             return select(groups, torch.arange(size) == first)
-    return None
+    raise ValueError(
+        f"all groups of {BATCHES} batches are tied, nothing to learn: take another reward function, easier "
+        "or harder problems, or the --model_path of a policy that is sometimes right")
 
 
 def least_likely_tokens(rollout, row: int) -> list[int]:

@@ -68,9 +68,8 @@ class VLLM(Engine):
         self.shares_prompts = trainer.shares_prompts
         self.log_probs, self.micro_batches = trainer.log_probs, trainer.micro_batches
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"                       # in this process
-        # A worker sets this for the whole process.
-        matmul = {"VLLM_FLOAT32_MATMUL_PRECISION": torch.get_float32_matmul_precision()}
-        for name, value in (ENVIRONMENT | matmul).items():
+        matmul = torch.get_float32_matmul_precision()     # a worker sets it for the whole process
+        for name, value in (ENVIRONMENT | {"VLLM_FLOAT32_MATMUL_PRECISION": matmul}).items():
             os.environ.setdefault(name, value)
         self.sleeps = self.device.type == "cuda"          # it shares the GPU
         config = copy.deepcopy(model.config)
