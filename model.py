@@ -7,7 +7,6 @@ Hubs, LoRA adapters, 16 bits and many processes are in engine/policy.py.
 
 import copy
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -42,23 +41,19 @@ def load_tokenizer(config) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def load_policy(config, *, load: Callable | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+def load_policy(config) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     """Load the model and the tokenizer of the folder config.model_path, or the built-in ones.
 
     The model is in evaluation mode and stays there: with dropout, ratios would not be 1 on the first step.
 
     config  a ModelConfig
-    load    load(config) -> the model, and the names of weights that no file has. By default load_weights,
-            which reads a folder in float32; train.py passes load_text_weights of engine/policy.py, for others
-    raises  ValueError in one line for settings that need another load
+    raises  ValueError in one line for settings that need load_any_policy of engine/policy.py
     """
-    if load is None:
-        require_plain_settings(config)
-        load = load_weights
+    require_plain_settings(config)
     tokenizer = load_tokenizer(config)
     if not config.model_path:
-        return tiny_gemma(tokenizer, config).eval(), tokenizer
-    policy, missing = load(config)                        # from_pretrained returns it in evaluation mode
+        return tiny_gemma(tokenizer, config), tokenizer
+    policy, missing = load_weights(config, config.model_path)        # in evaluation mode already
     require_weights(policy, missing, config.model_path)
     return policy, tokenizer
 
@@ -76,14 +71,14 @@ def require_plain_settings(config) -> None:
             "load_any_policy of engine/policy.py knows hubs, LoRA and 16 bits")
 
 
-def load_weights(config, path: str = "", cls=AutoModelForCausalLM) -> tuple[PreTrainedModel, set[str]]:
-    """Load a model in float32 from path or config.model_path. Return it, and the weights that no file has.
+def load_weights(config, path: str, cls=AutoModelForCausalLM) -> tuple[PreTrainedModel, set[str]]:
+    """Load a model in float32 from a path. Return it, and the weights that no file has.
 
     Where files hold a head of its own although their config ties it to the embedding, transformers keeps that
     head. Then the config says so too, or the head would be lost as soon as weights are tied again.
     """
     policy, found = cls.from_pretrained(
-        path or config.model_path, dtype=torch.float32, trust_remote_code=config.trust_remote_code,
+        path, dtype=torch.float32, trust_remote_code=config.trust_remote_code,
         attn_implementation=None if config.attn_implementation == "auto" else config.attn_implementation,
         output_loading_info=True)
     if policy.get_output_embeddings().weight is not policy.get_input_embeddings().weight:
@@ -128,7 +123,7 @@ def tiny_gemma(tokenizer, config) -> Gemma3ForCausalLM:
         pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
         bos_token_id=tokenizer.bos_token_id,
         attn_implementation=None if config.attn_implementation == "auto" else config.attn_implementation,
-    ))
+    )).eval()
 
 
 def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
@@ -140,10 +135,7 @@ def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
 def update_reference(reference, model, alpha: float) -> None:
     """Set reference = alpha * reference + (1 - alpha) * policy; alpha=0 copies the policy exactly."""
     for old, new in zip(reference.parameters(), model.parameters(), strict=True):
-        if alpha:
-            old.lerp_(new.to(old.device), 1 - alpha)
-        else:
-            old.copy_(new)
+        old.lerp_(new.to(old), 1 - alpha)                 # in its precision
 
 
 class ValueHead(torch.nn.Module):

@@ -38,28 +38,15 @@ TOKENS_SHOWN = 6                # number of tokens shown of a completion: the le
 
 
 def main(argv: list[str]) -> None:
-    """Set up a run with flags of train.py, and explain its next step of GRPO."""
+    """Set up a run with flags of train.py, and print its next step of GRPO, number by number."""
     config = parse_config([*argv, "--check"])             # which writes nothing
     if not config.training.use_grpo:
         raise ValueError("a step of GRPO is explained; add --use_grpo")
     run = set_up(config)
     if run.ranks.size > 1:
         raise ValueError("a step is explained in one process; start it without torchrun")
-    explain(run)
-
-
-def explain(run: Run) -> None:
-    """Print one step, number by number."""
-    config, console = run.config.grpo, run.console
     train_until_grpo(run)
-    groups = find_group(run)
-    if groups is None:
-        console.print(
-            f"all groups of {BATCHES} batches are tied: equal rewards, advantages of 0, nothing to learn. "
-            "Take another reward function, easier or harder problems, or a policy that is sometimes right "
-            "(--model_path)"
-        )
-        return
+    config, console, groups = run.config.grpo, run.console, find_group(run)
     rollout, rows = groups.rollout, torch.arange(groups.rewards.numel())
     experience = train.experience_of(run, groups, train.group_advantages(run, groups))
     show_completions(console, config, groups, experience)
@@ -77,13 +64,16 @@ def explain(run: Run) -> None:
     console.print(
         f"5. The update: gradient norm {norm:.4g}, clipped to {max_norm:g} if larger; "
         f"{type(run.optimizer).__name__}, learning rate {rate:.3g}")
-    if run.progress.skipped_in_a_row:
-        console.print("   loss or gradient is not finite: skipped, nothing has changed")
 
     new = log_probs_of_rollout(run.engine, run.ranks, rollout, config.distribution).logp
     title = "6. The same tokens after it, as a second epoch on this rollout would see them"
     show_tokens(console, config, run.tokenizer, experience, new, picked, title)
-    show_change(console, experience, old, new)
+    mask = rollout.completion_mask
+    before, after = ((logp * mask).sum(dim=1) for logp in (old, new))            # (G,) nats
+    show(console, "7. log-probability of each completion", ["", "A", "before", "after", "change"], [
+        [str(g), f"{a:+.4f}", f"{start:.4f}", f"{end:.4f}", f"{end - start:+.4f} nat"]
+        for g, (a, start, end) in enumerate(zip(mean_advantages(experience), before, after, strict=True))
+    ])
 
 
 def train_until_grpo(run: Run) -> None:
@@ -108,17 +98,18 @@ def mean_advantages(experience: Experience) -> Tensor:
     return (experience.advantages * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
 
 
-def find_group(run: Run) -> Groups | None:
-    """Return a group of the first batch, of BATCHES, in which not all are tied: where rewards differ most."""
+def find_group(run: Run) -> Groups:
+    """Return the first group, in at most BATCHES batches, that is not tied; any one without rewards."""
     for number in range(1, BATCHES + 1):
         groups = train.sample_groups(run, next(run.batches))
         if run.config.grpo.reward_functions == ["none"] or not groups.tied.all():
-            mean = groups.rewards.nanmean(dim=1, keepdim=True)
-            spread = (groups.rewards - mean).abs().nan_to_num().amax(dim=1)    # (P,)
-            tied = f"{int(groups.tied.sum())} of {len(spread)} groups of batch {number} are tied"
-            run.console.print(f"{tied}; this is the one in which rewards differ most")
-            return select(groups, torch.arange(len(spread)) == spread.argmax())
-    return None
+            size, first = len(groups.tied), int(groups.tied.int().argmin())
+            tied = f"{int(groups.tied.sum())} of {size} groups of batch {number} are tied"
+            run.console.print(f"{tied}; here is group {first}")
+            return select(groups, torch.arange(size) == first)
+    raise ValueError(
+        f"all groups of {BATCHES} batches are tied, nothing to learn: take another reward function, easier "
+        "or harder problems, or the --model_path of a policy that is sometimes right")
 
 
 def least_likely_tokens(rollout, row: int) -> list[int]:
@@ -204,17 +195,6 @@ def show_loss(console: RunConsole, config: GRPOConfig, losses: dict, denominator
     aggregation = LOSSES[config.loss_type].aggregation
     console.print(f"   {config.loss_type}: {aggregation} of the tokens' losses, {sizes}")
     console.print("   every ratio is still 1: the value of policy_loss says little, its gradient counts")
-
-
-def show_change(console: RunConsole, experience: Experience, old: Tensor, new: Tensor) -> None:
-    """Print how the update changed the log-probability of each completion, from old to new (G, T)."""
-    mask = experience.rollout.completion_mask
-    before, after = ((logp * mask).sum(dim=1) for logp in (old, new))            # (G,) nats
-    advantages = mean_advantages(experience)
-    show(console, "7. log-probability of each completion", ["", "A", "before", "after", "change"], [
-        [str(g), f"{a:+.4f}", f"{start:.4f}", f"{end:.4f}", f"{end - start:+.4f} nat"]
-        for g, (a, start, end) in enumerate(zip(advantages, before, after, strict=True))
-    ])
 
 
 if __name__ == "__main__":

@@ -11,9 +11,7 @@ all that it inserts, and the page has no script.
 import base64
 import fnmatch
 import io
-import json
 import math
-import re
 from contextlib import suppress
 from functools import cache
 from itertools import groupby
@@ -25,7 +23,7 @@ from analysis.doctor import diagnose
 from config import DEFAULTS, ModelConfig
 from data import as_text
 from engine.policy import load_any_tokenizer
-from runs.console import points_text
+from runs.console import points_text, shows_accuracy, with_interval, with_limits
 from runs.folder import or_none, read_jsonl, read_records, replace_text
 from sources.settings import read_settings
 
@@ -65,11 +63,10 @@ def write_report(folder: Path) -> Path:
     if curves:
         (folder / "curves.png").write_bytes(curves)
     page = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    pairs = {name: (json.dumps(value), json.dumps(DEFAULTS.get(name))) for name, value in config.items()}
     target = folder / "report.html"
     replace_text(target, page.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         name=folder, phases=ends, curves=base64.b64encode(curves).decode(), findings=findings, steps=steps,
-        settings={name: (own, default) for name, (own, default) in pairs.items() if own != default},
+        settings=config, defaults=DEFAULTS,
     ))
     return target
 
@@ -107,21 +104,14 @@ def draw_curves(lines: list[dict]) -> bytes:
                 values, low, high = (series.get(name, {}) for name in with_limits(metric))
                 marker = "." if metric.startswith("eval") else ""
                 axes.plot([*values], [*values.values()], marker=marker, color=f"C{i}", label=metric)
-                both = [step for step in low if step in high]
-                limits = [low[step] for step in both], [high[step] for step in both]
-                axes.fill_between(both, *limits, color=f"C{i}", alpha=0.2, linewidth=0)
+                limits = [*low.values()], [*high.values()]
+                axes.fill_between([*low], *limits, color=f"C{i}", alpha=0.2, linewidth=0)
             for last_step in list(ends.values())[:-1]:    # of all phases but the last one
                 axes.axvline(last_step + 1, color="grey", linestyle=":")
             axes.legend(fontsize="small")
         figure.supxlabel("optimiser step")
         figure.savefig(png, dpi=100)
     return png.getvalue()
-
-
-def with_limits(metric: str) -> tuple[str, ...]:
-    """Return the names of a metric and of the ends of its interval."""
-    limits = (re.sub("^eval_(accuracy|reward)", rf"eval_\1_{end}", metric) for end in ("low", "high"))
-    return metric, *limits
 
 
 # ---- completions -------------------------------------------------------------------------------------------
@@ -140,7 +130,7 @@ def read_groups(folder: Path, config: dict) -> list[dict]:
         steps.append({"step": step, "groups": [
             {
                 "title": f"step {step}, group {group[0]['group']}" + ", tied" * bool(group[0]["tied"]),
-                "prompt": prompt_text(group[0]["prompt"], tokenizer),
+                "prompt": as_text(group[0]["prompt"]),
                 "completions": [(numbers_of(record), tokens_of(record, tokenizer)) for record in group],
             }
             for group in groups[:GROUPS_SHOWN]
@@ -174,20 +164,13 @@ def tokens_of(record: dict, tokenizer) -> list[tuple[str, str, float | None]]:
     return tokens
 
 
-def prompt_text(prompt, tokenizer) -> str:
-    """Return a prompt as text. It may be text, chat messages, or the token ids of a truncated one."""
-    if tokenizer and isinstance(prompt, list) and isinstance(prompt[0], int):
-        return f"... {tokenizer.decode(prompt)}"
-    return as_text(prompt)
-
-
 def find_tokenizer(folder: Path, config: dict):
     """Load the tokenizer of the final model, the newest checkpoint or the initial model, or return None."""
-    source = config["model_path"]
-    for path in [folder / "final", *sorted((folder / "checkpoints").glob("step-*"))[-1:], Path(source)]:
-        if path.is_dir() or source == "":
+    newest = sorted((folder / "checkpoints").glob("step-*"))[-1:]
+    for path in folder / "final", *newest, config["model_path"]:
+        if not path or Path(path).is_dir():
             with suppress(ValueError):
-                return load_any_tokenizer(ModelConfig(model_path=str(path) if source else ""))
+                return load_any_tokenizer(ModelConfig(model_path=str(path)))
     return None
 
 
@@ -220,11 +203,14 @@ def compare_runs(folders: list[Path]) -> str:
     variants: dict[tuple, list[dict]] = {}
     for run in runs:
         variants.setdefault(tuple(str(run["settings"][name]) for name in differ), []).append(run)
-    columns = [(metric, when) for metric in held_out_metrics(runs) for when in ("before", "after")]
+    by_accuracy = all(shows_accuracy(run["after"], run["settings"]) for run in runs)
+    rewards = {name for run in runs for name in run["after"] if name.startswith("eval_reward/")}
+    metrics = ["eval_accuracy"] if by_accuracy else sorted(rewards)
+    columns = [(metric, when) for metric in metrics for when in ("before", "after")]
     rows = [[*differ, "run", "seed", "steps", *map(" ".join, columns)]]
     for values, members in variants.items():
         for run in members:
-            results = [mean_and_interval(run[when], metric) for metric, when in columns]
+            results = [with_interval(run[when], metric) for metric, when in columns]
             seed, steps = str(run["settings"]["seed"]), str(run["after"]["step"])
             rows.append([*values, run["folder"], seed, steps, *results])
         if len(members) > 1:
@@ -232,23 +218,6 @@ def compare_runs(folders: list[Path]) -> str:
             rows.append([*values, f"mean (range) of {len(members)}", "", "", *results])
     form = "  ".join(f"{{:<{max(map(len, column))}}}" for column in zip(*rows, strict=True))
     return "\n".join(form.format(*row).rstrip() for row in rows)
-
-
-def held_out_metrics(runs: list[dict]) -> list[str]:
-    """Return ["eval_accuracy"], or those of all reward functions where a run does not reward correctness."""
-    for run in runs:
-        functions = {*run["settings"]["reward_functions"]}
-        by_accuracy = functions & {"correctness", "none"} or not run["settings"]["use_grpo"]
-        if not by_accuracy or "eval_accuracy" not in run["after"]:
-            return sorted({name for run in runs for name in run["after"] if name.startswith("eval_reward/")})
-    return ["eval_accuracy"]
-
-
-def mean_and_interval(line: dict, metric: str) -> str:
-    """Return a result of an evaluation as "0.910 [0.870, 0.940]"."""
-    mean, low, high = (line.get(name) for name in with_limits(metric))
-    interval = "" if low is None else f" [{low:.3f}, {high:.3f}]"
-    return "?" if mean is None else f"{mean:.3f}{interval}"
 
 
 def mean_and_range(values: list[float | None]) -> str:

@@ -2,12 +2,8 @@
 Devices and processes: choosing the device, collectives between processes, XLA graphs, and peak memory. This
 file and sharding.py are the only ones that use torch.distributed and torch_xla; ranks.py divides the work.
 
-    TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600 torchrun --nproc_per_node 4 train.py --use_grpo ...
-
-Every process samples and scores a slice of the prompts and forwards a slice of the batches. Completions,
-rewards and advantages are small and gathered, so every process makes the same decisions. Weights, gradients
-and the optimiser's state are large and sharded (sharding.py). Processes of one tensor-parallel group have the
-same slice and do the same work on it. Without torchrun there is one process, of rank 0.
+Completions, rewards and advantages are small and gathered, so every process makes the same decisions.
+Weights, gradients and the optimiser's state are large and sharded. Without torchrun there is one process.
 
 XLA compiles, and one process drives all its devices. The operations between two calls of cut_graph become one
 program, which is reused for the same operations with the same shapes. So shapes are rounded up (bucket), and
@@ -85,19 +81,17 @@ def print_last_line(line: str) -> None:
 
     torchrun stops all processes as soon as one has ended with an error, so the first has to be heard.
     """
-    store = dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
-    if store is None or store.add("last lines", 1) == 1:
+    store = dist.distributed_c10d._get_default_store() if dist.is_initialized() else dist.HashStore()
+    if store.add("last lines", 1) == 1:
         print(line, file=sys.stderr, flush=True)
-        if store is not None:
-            store.set("last line printed", "")
+        store.set("last line printed", "")
     else:
         store.wait(["last line printed"], timedelta(seconds=30))
 
 
 def other_rank_ended() -> bool:
     """Return True if another process has printed its last line, so that a collective with it fails here."""
-    store = dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
-    return store is not None and store.check(["last line printed"])
+    return dist.is_initialized() and dist.distributed_c10d._get_default_store().check(["last line printed"])
 
 
 # ---- one process or many -----------------------------------------------------------------------------------
@@ -231,14 +225,13 @@ def leave_busy_cores(notify: Callable) -> None:
         return                                            # limit_threads would do nothing
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count())
 
-    def busy_cores(seconds: float) -> int:
-        try:
+    busy = 0
+    for seconds in 0.3, 1:                                # not only for a moment
+        with suppress(OSError):                           # of a sandbox without /proc/stat
             shares = psutil.cpu_percent(seconds, percpu=True)
-        except OSError:                                   # of a sandbox without /proc/stat
-            return 0
-        return round(sum(shares[core] for core in cores if core < len(shares)) / 100)
-
-    busy = busy_cores(seconds=0.3) and busy_cores(seconds=1)                     # not only for a moment
+            busy = round(sum(shares[core] for core in cores if core < len(shares)) / 100)
+        if not busy:
+            return
     limit_threads(len(cores) - busy, f"others use {busy} of {len(cores)} cores", notify)
 
 

@@ -35,7 +35,7 @@ def load_any_tokenizer(config):
 
 
 def load_any_policy(config, *, trainable: bool = True):
-    """Load the model and the tokenizer of config.model_path by load_policy of model.py, from anywhere.
+    """Load the model and the tokenizer of config.model_path, from anywhere, or the built-in ones.
 
     Weights that are trained are float32 at any precision of the layers: in bfloat16 a step of 1e-6 would be
     rounded away.
@@ -50,7 +50,8 @@ def load_any_policy(config, *, trainable: bool = True):
         if adapter and config.lora_rank not in (0, adapter["r"]):
             found = f"the adapter in {config.model_path} has {adapter['r']}"
             raise ValueError(f"--lora_rank={config.lora_rank}: {found}; omit it")
-        policy, tokenizer = core.load_policy(config, load=load_text_weights)
+        tokenizer = core.load_tokenizer(config)
+        policy = load_text_weights(config) if config.model_path else core.tiny_gemma(tokenizer, config)
         if adapter or config.lora_rank:
             add_adapter(policy, config, bool(adapter))
         if not trainable:
@@ -58,17 +59,15 @@ def load_any_policy(config, *, trainable: bool = True):
         return with_precision(policy, config.precision), tokenizer
 
 
-def load_text_weights(config) -> tuple[PreTrainedModel, set[str]]:
-    """Load a model of a folder or a hub, a shard of it in each process. Freeze parts that are not for text.
-
-    returns  the model, of an adapter its base model, and the weights that no file has
-    """
+def load_text_weights(config) -> PreTrainedModel:
+    """Load a model, or the base model of an adapter, a shard of it in each process. Freeze its towers."""
     path = adapter_settings(config.model_path).get("base_model_name_or_path", config.model_path)
     cls = auto_class(AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code))
     with loading_shards():
         policy, missing = core.load_weights(config, path, cls)
     freeze_towers(policy)
-    return policy, missing
+    core.require_weights(policy, missing, config.model_path)
+    return policy
 
 
 @contextmanager
@@ -155,22 +154,15 @@ def make_reference(model: PreTrainedModel, *, exact: bool = False):
     return reference
 
 
-def blend_reference(reference, model: PreTrainedModel, alpha: float) -> None:
-    """Set reference = alpha * reference + (1 - alpha) * policy; alpha=0 copies the policy exactly."""
-    reshard(model)
-    reshard(reference)
-    trained = torch.nn.ParameterList(trainable_parameters(model)) if has_adapter(model) else model
-    core.update_reference(reference, trained, alpha)
-
-
 def follow_policy(reference, model: PreTrainedModel, config, step: int, *, skipped: bool) -> None:
     """Update a reference, if there is one, by --reference_mode, after a step of the phase."""
-    if reference is None:
-        return
-    if config.reference_mode == "ema" and not skipped:
-        blend_reference(reference, model, config.ema_alpha)
-    elif config.reference_mode == "periodic" and step % config.reference_update_freq == 0:
-        blend_reference(reference, model, 0.0)
+    moves = config.reference_mode == "ema" and not skipped
+    is_copied = config.reference_mode == "periodic" and step % config.reference_update_freq == 0
+    if reference is not None and (moves or is_copied):
+        reshard(model)
+        reshard(reference)
+        trained = torch.nn.ParameterList(trainable_parameters(model)) if has_adapter(model) else model
+        core.update_reference(reference, trained, config.ema_alpha if moves else 0.0)
 
 
 def full_state_dict(model: PreTrainedModel) -> dict[str, torch.Tensor]:

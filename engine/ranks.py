@@ -61,15 +61,11 @@ class Ranks:
 
         A forward pass of a sharded model needs all ranks. What is computed with 0 must not be counted.
         """
-        self.end_program()
+        cut_graph(self.device)
         for start in range(0, len(batches), self.size):
             index = start + self.rank
             yield batches[min(index, len(batches) - 1)], int(index < len(batches))
-            self.end_program()
-
-    def end_program(self) -> None:
-        """End a program on XLA: the operations so far are compiled as one, and begin."""
-        cut_graph(self.device)
+            cut_graph(self.device)
 
     def sum(self, count):
         """Sum a number, or a tensor on the CPU, over all ranks."""

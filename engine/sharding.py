@@ -56,29 +56,9 @@ def loading_shards():
 
 
 def set_tensor(model, name: str, tensor: Tensor) -> None:
-    """Replace a parameter or a buffer in one of the modules that share it."""
+    """Replace a parameter or a buffer."""
     module, _, attribute = name.rpartition(".")
     setattr(model.get_submodule(module), attribute, tensor)
-
-
-def take_weights(model) -> dict[str, torch.nn.Parameter]:
-    """Replace all parameters by empty ones on the meta device. Returns them by name."""
-    weights = dict(model.named_parameters(remove_duplicate=False))
-    tensors = {x: torch.empty(x.shape, dtype=x.dtype, device="meta") for x in weights.values()}
-    empty = {weight: torch.nn.Parameter(tensor, weight.requires_grad) for weight, tensor in tensors.items()}
-    for name, weight in weights.items():
-        set_tensor(model, name, empty[weight])
-    return weights
-
-
-def put_shards(model, weights: dict[str, torch.nn.Parameter]) -> None:
-    """Replace the sharded parameters on the meta device by shards of the weights, one weight at a time."""
-    shards: dict[torch.Tensor, torch.nn.Parameter] = {}
-    for name in list(weights):
-        weight, empty = weights.pop(name), model.get_parameter(name)
-        if empty not in shards:                           # parameters that are shared stay shared
-            shards[empty] = torch.nn.Parameter(sharded_like(weight.detach(), empty), weight.requires_grad)
-        set_tensor(model, name, shards[empty])
 
 
 def shard(model, mesh: dict[str, int]) -> None:
@@ -91,7 +71,11 @@ def shard(model, mesh: dict[str, int]) -> None:
     if num_processes() == 1:
         return
     device, devices.tensor_parallel = next(model.parameters()).device, mesh["tp"]
-    weights = take_weights(model)                         # so that nothing whole is needed on the device
+    weights = dict(model.named_parameters())              # one at a time is whole on the device
+    for name, weight in weights.items():
+        empty = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+        set_tensor(model, name, torch.nn.Parameter(empty, weight.requires_grad))
+    model.tie_weights()
     device_mesh = init_device_mesh(device.type, tuple(mesh.values()), mesh_dim_names=tuple(mesh))
     partial = parallelize_layers(model, device_mesh["tp"]) if devices.tensor_parallel > 1 else []
     data_mesh = device_mesh["replicate", "fsdp"] if mesh["replicate"] > 1 else device_mesh["fsdp"]
@@ -99,7 +83,11 @@ def shard(model, mesh: dict[str, int]) -> None:
         fully_shard(module, mesh=data_mesh)
         module.set_gradient_divide_factor(1.0)  # sum, not mean: losses have their denominators already
         module.set_force_sum_reduction_for_comms(True)
-    put_shards(model, weights)
+    for name, empty in list(model.named_parameters()):
+        weight = weights.pop(name)
+        part = sharded_like(weight.detach(), empty)
+        set_tensor(model, name, torch.nn.Parameter(part, weight.requires_grad))
+    model.tie_weights()
     for name, parameter in text_model(model).named_parameters():
         if any(fnmatch(name, f"{pattern}.*") for pattern in partial):
             parameter.partial_over = device_mesh["tp"].get_group()
@@ -117,13 +105,11 @@ def parallelize_layers(model, device_mesh) -> list[str]:
     """
     text_config, n = model.config.get_text_config(), device_mesh.size()
     plan = getattr(text_config, "base_model_tp_plan", None) or {}
-    sizes = [text_config.num_key_value_heads, text_config.intermediate_size] if plan else []
-    if not plan or set(plan.values()) - {*STYLES, PARTIAL} or any(size % n for size in sizes):
-        counts = plan and f"with {sizes[0]} key heads and {sizes[1]} columns"
-        reason = counts or "transformers has no plan for it"
+    is_known = plan and set(plan.values()) <= {*STYLES, PARTIAL}
+    if not is_known or text_config.num_key_value_heads % n or text_config.intermediate_size % n:
         raise ValueError(
-            f"--mesh tp={n}: {text_config.model_type} cannot be divided like that, {reason}; use fsdp alone"
-        )
+            f"--mesh tp={n}: {text_config.model_type} cannot be divided like that: transformers has no plan "
+            f"for it, or its key heads or columns are no multiple of {n}; use fsdp alone")
     styles = {name: STYLES[style]() for name, style in plan.items() if style in STYLES}
     parallelize_module(text_model(model), device_mesh, styles)
     return [name for name, style in plan.items() if style == PARTIAL]
@@ -178,13 +164,8 @@ def sharded_like(tensor, parameter):
     """
     if not isinstance(parameter, DTensor) or getattr(tensor, "shape", None) != parameter.shape:
         return tensor
-    mesh, placements = parameter.device_mesh, parameter.placements
-    if isinstance(tensor, DTensor):
-        if (tensor.placements, tensor.device_mesh.size()) == (placements, mesh.size()):
-            return DTensor.from_local(
-                tensor.to_local(), mesh, placements, shape=tensor.shape, stride=tensor.stride())
-        tensor = tensor.full_tensor()
-    return distribute_tensor(tensor, mesh, placements, src_data_rank=None).clone()
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None).clone()
 
 
 def sum_and_clip_gradient(parameters: list, max_norm: float) -> float:

@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain, groupby
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -42,12 +42,12 @@ ENVIRONMENT = {                 # settings of vLLM that only its environment has
 }
 
 
-def refuse_engine(config, device: torch.device) -> None:
-    """Raise ValueError if this installation or device cannot run --engine vllm. config: a GRPOConfig."""
-    if config.engine == "vllm" and importlib.util.find_spec("vllm") is None:
+def refuse_engine(device: torch.device) -> None:
+    """Raise ValueError if this installation or device cannot run --engine vllm."""
+    if importlib.util.find_spec("vllm") is None:
         raise ValueError(
             "--engine=vllm: vllm is not installed; it takes an environment of its own: requirements-vllm.txt")
-    if config.engine == "vllm" and device.type not in ("cpu", "cuda"):
+    if device.type not in ("cpu", "cuda"):
         raise ValueError(f"--engine=vllm: not on {device.type}; take --engine auto")
 
 
@@ -68,9 +68,8 @@ class VLLM(Engine):
         self.shares_prompts = trainer.shares_prompts
         self.log_probs, self.micro_batches = trainer.log_probs, trainer.micro_batches
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"                       # in this process
-        # A worker sets this for the whole process.
-        matmul = {"VLLM_FLOAT32_MATMUL_PRECISION": torch.get_float32_matmul_precision()}
-        for name, value in (ENVIRONMENT | matmul).items():
+        matmul = torch.get_float32_matmul_precision()     # a worker sets it for the whole process
+        for name, value in (ENVIRONMENT | {"VLLM_FLOAT32_MATMUL_PRECISION": matmul}).items():
             os.environ.setdefault(name, value)
         self.sleeps = self.device.type == "cuda"          # it shares the GPU
         config = copy.deepcopy(model.config)
@@ -116,6 +115,8 @@ class VLLM(Engine):
         repeats: list[int] | None = None, reply: Callable | None = None,
     ) -> Rollout:
         """Sample as Engine.sample: one turn of all completions, then the next."""
+        from vllm import SamplingParams
+
         size, limit = num_completions or config.num_completions_per_prompt, config.generation_max_length
         prompt_ids = [encode_prompt(self.tokenizer, prompt) for prompt in prompts]
         repeats = count_repeats(prompt_ids) if repeats is None else repeats
@@ -127,16 +128,21 @@ class VLLM(Engine):
         )
         requests = [range(p * size, (p + 1) * size) for p in range(len(prompts))]     # rows of siblings
         while requests:
-            first, count = [rows[0] for rows in requests], state.count.tolist()
-            turns = self.generate(
-                [prompt_ids[row // size] + state.ids[row, : count[row]].tolist() for row in first],
-                num_completions=len(requests[0]), max_tokens=[limit - count[row] for row in first],
-                seeds=[seeds[row] + count[row] for row in first], stop_ids=stop_ids,
-                distribution=distribution,
-            )
+            inputs, parameters, count = [], [], state.count.tolist()
+            for first, *others in requests:
+                ids = prompt_ids[first // size] + state.ids[first, : count[first]].tolist()
+                inputs.append({"prompt_token_ids": ids})
+                parameters.append(SamplingParams(         # siblings have successive seeds
+                    n=1 + len(others), seed=seeds[first] + count[first], max_tokens=limit - count[first],
+                    stop_token_ids=stop_ids, ignore_eos=True, logprobs=0, detokenize=False, **distribution,
+                ))
+            outputs = self.llm.generate(inputs, parameters, use_tqdm=False)
             rows = [row for request in requests for row in request]
-            for row, turn in zip(rows, chain(*turns), strict=True):
-                state.append(row, *turn)
+            turns = [turn for output in outputs for turn in output.outputs]
+            for row, turn in zip(rows, turns, strict=True):
+                at_each = zip(turn.token_ids, turn.logprobs, strict=True)        # of vLLM: {token: its logp}
+                logp = [table[token].logprob for token, table in at_each]
+                state.append(row, list(turn.token_ids), logp, turn.finish_reason == "stop")
             active = state.active_rows(rows)              # environments reply
             for row in active:
                 forced = state.forced_tokens[row, state.count[row] :]
@@ -144,40 +150,6 @@ class VLLM(Engine):
                 state.append(row, added, [0.0] * len(added), False)
             requests = [[row] for row in active if state.count[row] < limit]     # a reply may fill it
         return make_rollout(self.tokenizer, prompt_ids, *state.results())
-
-    def generate(
-        self, prompts: list[list[int]], *, num_completions: int, max_tokens: list[int], seeds: list[int],
-        stop_ids: list[int], distribution: dict,
-    ) -> list[list[tuple[list[int], list[float], bool]]]:
-        """Sample completions of each prompt: token ids with the stop token, their logp, whether it was drawn.
-
-        max_tokens, seeds  of each prompt; the completions of a prompt have successive seeds
-        distribution       temperature, top_k, top_p, min_p; logp (nats) is of what they leave
-        """
-        from vllm import SamplingParams
-
-        parameters = [
-            SamplingParams(
-                n=num_completions, max_tokens=limit, seed=seed, stop_token_ids=stop_ids, ignore_eos=True,
-                logprobs=0, detokenize=False, **distribution,
-            )
-            for limit, seed in zip(max_tokens, seeds, strict=True)
-        ]
-        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
-        outputs = self.llm.generate(inputs, parameters, use_tqdm=False)
-        return [
-            [
-                (list(sampled.token_ids), logp_of(sampled.token_ids, sampled.logprobs),
-                 sampled.finish_reason == "stop")
-                for sampled in output.outputs
-            ]
-            for output in outputs
-        ]
-
-
-def logp_of(ids: list[int], found: list[dict]) -> list[float]:
-    """Return log p of each token from what vLLM returns: at each position a table by token id."""
-    return [table[token].logprob for token, table in zip(ids, found, strict=True)]
 
 
 @torch.no_grad()

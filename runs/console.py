@@ -5,6 +5,7 @@ Texts of models and data sets are printed as repr() writes them: no character of
 """
 
 import math
+import re
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -95,11 +96,10 @@ class RunConsole:
         self.print("    rewards    " + " ".join(points_text(c["reward"]) for c in group))
         self.print("    advantages " + " ".join(f"{c['advantage']:+.2f}" for c in group))
 
-    def print_summary(self, folder: Path, lines: list[dict], findings: list[str], best_step: int) -> None:
+    def print_summary(self, folder: Path, lines: list[dict], findings: list[str]) -> None:
         """Print what was learned, by held-out results around each phase, and where the files are.
 
         lines, findings  of metrics.jsonl in the folder; of the training doctor about them
-        best_step        of the policy in best/; -1: there is none
         """
         when = "before training" if self.config.model.model_path else "untrained"
         last: dict[str, str] = {}                         # the last result of each phase, in order
@@ -117,27 +117,37 @@ class RunConsole:
             self.print(f"{name + ':':<13}{folder}/{file}")
 
 
-
 def points_text(reward: float | None) -> str:
     """Return a reward as "+1.30", or "?" if no function could score."""
     return "?" if reward is None else f"{reward:+.2f}"
 
 
-def shows_accuracy(result: dict, config: Config) -> bool:
+def shows_accuracy(result: dict, flags: dict) -> bool:
     """Check that accuracy is known, and that correctness is a reward function, or that there are none."""
-    by_accuracy = not config.training.use_grpo or {"correctness", "none"} & {*config.grpo.reward_functions}
+    by_accuracy = not flags["use_grpo"] or {"correctness", "none"} & {*flags["reward_functions"]}
     return bool(by_accuracy) and "eval_accuracy" in result
 
 
 def held_out_text(result: dict, config: Config) -> str:
     """Return "accuracy 0.910 [0.870, 0.940] of 256", or points if correctness is not a reward function."""
-    if shows_accuracy(result, config):
-        low, high = result["eval_accuracy_low"], result["eval_accuracy_high"]
-        return f"accuracy {result['eval_accuracy']:.3f} [{low:.3f}, {high:.3f}] of {result['eval_problems']}"
+    if shows_accuracy(result, config.flags):
+        return f"accuracy {with_interval(result, 'eval_accuracy')} of {result['eval_problems']}"
     scored = []
-    for name in [name.removeprefix("eval_reward/") for name in result if name.startswith("eval_reward/")]:
-        mean, low, high = (result.get(f"eval_reward{end}/{name}") for end in ("", "_low", "_high"))
-        if name != "correctness" and mean is not None:
-            interval = "" if low is None else f" [{low:.3f}, {high:.3f}]"
-            scored.append(f"{name} {mean:.3f}{interval} points")
+    for metric, mean in result.items():
+        kind, _, name = metric.partition("/")
+        if kind == "eval_reward" and name != "correctness" and mean is not None:
+            scored.append(f"{name} {with_interval(result, metric)} points")
     return ", ".join(scored) or "nothing could be scored"
+
+
+def with_interval(result: dict, metric: str) -> str:
+    """Return a mean of an evaluation as "0.910 [0.870, 0.940]", "?" if nothing could be scored."""
+    mean, low, high = (result.get(name) for name in with_limits(metric))
+    interval = "" if low is None else f" [{low:.3f}, {high:.3f}]"
+    return "?" if mean is None else f"{mean:.3f}{interval}"
+
+
+def with_limits(metric: str) -> tuple[str, ...]:
+    """Return the names of a metric and of the ends of its interval."""
+    limits = (re.sub("^eval_(accuracy|reward)", rf"eval_\1_{end}", metric) for end in ("low", "high"))
+    return metric, *limits

@@ -19,7 +19,7 @@ import torch
 from analysis.evaluation import evaluate
 from config import Config
 from engine.adapters import AdapterReference, trainable_parameters
-from engine.devices import limit_threads, num_processes, peak_memory_gb
+from engine.devices import cut_graph, limit_threads, num_processes, peak_memory_gb
 from engine.errors import RunError, first_line
 from engine.plain import Engine
 from engine.policy import make_reference, move
@@ -191,7 +191,7 @@ class Run:
     def zero_gradient(self) -> None:
         """Set the gradient to zero, and end the program of the update on XLA."""
         self.optimizer.zero_grad(set_to_none=self.device.type != "xla")          # zeros: no recompilation
-        self.ranks.end_program()
+        cut_graph(self.device)
 
     @property
     def trainer_state(self) -> SimpleNamespace:
@@ -241,7 +241,7 @@ class Run:
         if self.folder.writes:                            # elsewhere the folder may be of another machine
             path = self.folder.path
             lines, flags = read_jsonl(path / "metrics.jsonl"), read_settings(path / "config.json")
-            self.console.print_summary(path, lines, diagnose(lines, flags), self.progress.best_step)
+            self.console.print_summary(path, lines, diagnose(lines, flags))
 
     def begin_phase(self, phase: Phase) -> None:
         """Create the objects of a phase: optimiser, schedule, data order, reference, value head.
@@ -400,7 +400,7 @@ class Run:
 
     def held_out_score(self, result: dict) -> float:
         """Return the accuracy, or the weighted sum of points where these are shown, NaN if there are none."""
-        if shows_accuracy(result, self.config):
+        if shows_accuracy(result, self.config.flags):
             return result["eval_accuracy"]
         points = [result[f"eval_reward/{name_of(function)}"] for function in self.reward_functions]
         weighted = zip(points, self.config.grpo.weights, strict=False)           # supervised: no points

@@ -66,7 +66,7 @@ def config_on_device(config: Config, device: torch.device) -> Config:
     if config.grpo.engine == "vllm":
         from engine.vllm_engine import refuse_engine  # here: with it alone
 
-        refuse_engine(config.grpo, device)
+        refuse_engine(device)
     precision = resolve_precision(config.model.precision, device)                # in config.json
     if device.type == "xla" and precision == "float16":
         raise ValueError("--precision=float16: on XLA the loss would not be scaled; use bfloat16")

@@ -10,10 +10,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import infer
 import train
-from config import ModelConfig
+from config import GRPOConfig, ModelConfig
 from engine import make_engine
 from engine.adapters import AdapterReference, has_adapter, trainable_parameters
-from engine.policy import make_reference, load_any_policy, save_any_policy, blend_reference
+from engine.policy import follow_policy, make_reference, load_any_policy, save_any_policy
 from engine.precision import with_precision
 from runs.folder import read_jsonl
 
@@ -103,7 +103,7 @@ def test_the_reference_is_the_adapter_as_it_was(saved, tmp_path, settings):
     exact = log_probs(reference=reference).kl
     assert torch.allclose(exact, log_probs(reference=as_loaded).kl, atol=1e-5)
     exact.sum().backward()                                # the reference's forward pass left the graph intact
-    blend_reference(reference, model, 0.0)
+    follow_policy(reference, model, GRPOConfig(reference_mode="periodic", reference_update_freq=2), 4, skipped=False)
     assert all(torch.equal(kept, p) for kept, p in zip(reference.kept, trainable_parameters(model), strict=True))
 
 

@@ -15,11 +15,11 @@ from conftest import ARCHITECTURES, PROMPTS, WITH_TOWERS
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from config import ModelConfig
+from config import GRPOConfig, ModelConfig
 from engine import make_engine
 from engine.text_model import text_model
 from engine.recomputation import recompute_activations
-from engine.policy import make_reference, load_any_policy, move, moved_to, save_any_policy, blend_reference
+from engine.policy import follow_policy, make_reference, load_any_policy, move, moved_to, save_any_policy
 from engine.precision import round_frozen_weights, with_precision
 
 
@@ -124,7 +124,7 @@ def test_a_reference_in_half_has_the_log_probabilities_of_the_policy(model, toke
     with torch.no_grad():
         policy = engine.log_probs(rollout, None, settings.distribution).logp
         assert torch.equal(engine.log_probs(rollout, None, settings.distribution, model=reference).logp, policy)
-    blend_reference(reference, model, 0.0)
+    follow_policy(reference, model, GRPOConfig(reference_mode="periodic", reference_update_freq=2), 4, skipped=False)
     assert all(torch.equal(p.to(kept.dtype), kept) for p, kept in zip(model.parameters(), reference.parameters(), strict=True))
 
 

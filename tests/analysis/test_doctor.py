@@ -1,15 +1,10 @@
-"""The training doctor on a library of histories: recorded runs (histories.json), and runs generated from their figures."""
-
-import json
-from pathlib import Path
+"""The training doctor on runs generated from the figures of recorded ones."""
 
 import numpy as np
 import pytest
 
 from analysis.doctor import diagnose
 from config import Config
-
-RECORDED = json.loads((Path(__file__).parent / "histories.json").read_text())
 
 
 def flags_of(**flags):
@@ -71,11 +66,6 @@ GENERATED = {                   # lines, the findings, words in the first one
         [line | {"truncated": 0.6, "completion_tokens": 200.0} for line in healthy(3, start=0.5, end=0.5)], ["truncation"],
         "raise --generation_max_length (now 256)"),
 }
-RECORDED_FINDINGS = {
-    "healthy": [],
-    "collapse at once": ["reward_hacking", "entropy", "ties"],
-    "length hacking": ["reward_hacking", "length", "ties"],
-}
 
 
 @pytest.mark.parametrize("name", GENERATED)
@@ -85,25 +75,9 @@ def test_each_kind_of_run_has_its_finding_and_no_other(name):
     assert list(found) == expected and words in found[expected[0]]
 
 
-@pytest.mark.parametrize("name", RECORDED)
-def test_recorded_runs_have_their_findings_and_the_healthy_one_none(name):
-    columns = RECORDED[name]["metrics"]
-    lines = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-    assert list(findings(lines, **RECORDED[name]["flags"])) == RECORDED_FINDINGS[name]
-
-
 def test_healthy_runs_have_no_findings():
     for start, end in (0.3, 0.85), (0.5, 0.5):
         assert [seed for seed in range(50) if findings(healthy(seed, 150, start, end))] == [], (start, end)
-
-
-def test_the_course_has_the_first_and_the_last_tenth():
-    lines = healthy()
-    course, *_ = diagnose([line | {"phase": "grpo"} for line in lines], flags_of())
-    (first, last), (right, at_last), (_, tied) = ([np.mean([line[name] for line in part]) for part in (lines[:15], lines[-15:])]
-                                                  for name in ("mean_reward", "reward/correctness", "tied_groups"))
-    assert course == (f"mean_reward {first:.2f} -> {last:.2f}, reward/correctness {right:.2f} -> {at_last:.2f}, "
-                      f"tied groups {tied:.0%} in 150 rollouts")
 
 
 def test_nothing_is_found_where_nothing_is_known_or_before_ten_rollouts():

@@ -153,12 +153,9 @@ def test_tokens_have_their_text_with_the_space_they_begin_with(tmp_path):
     assert "".join(report.token_text(tokenizer, token) for token in (0, 1, 2, 4)) == " the cats ."
 
 
-@pytest.mark.parametrize("prompt,shown", [
-    ([{"role": "system", "content": "<i>"}, {"role": "user", "content": "q"}], "system: <i>\nuser: q"),
-    ([2, 19, 13], "... <bos>1+"),
-])
-def test_prompts_are_shown_as_people_read_them(tmp_path, prompt, shown):
-    assert shown in Page(write_report(fake_run(tmp_path / "run", prompt=prompt))).texts
+def test_prompts_are_shown_as_people_read_them(tmp_path):
+    prompt = [{"role": "system", "content": "<i>"}, {"role": "user", "content": "q"}]
+    assert "system: <i>\nuser: q" in Page(write_report(fake_run(tmp_path / "run", prompt=prompt))).texts
 
 
 # ---- what is not trusted --------------------------------------------------------------------------------------------
@@ -178,17 +175,11 @@ def test_no_text_of_a_model_becomes_part_of_the_page(tmp_path):
 def test_no_field_of_a_file_becomes_part_of_the_page(tmp_path):
     """Whatever the files of somebody else's run hold in place of numbers and names: it is escaped, or one line of error."""
     harmless, hostile = Page(write_report(fake_run(tmp_path / "harmless"))), '1"></script><img src=x onerror=alert(1)>'
-    for name in "group", "tokens", "finished", "tied":
-        page = Page(write_report(edit_rollouts(fake_run(tmp_path / name), lambda record, i, name=name: record.update({name: hostile}))))
-        assert page.kinds == harmless.kinds, name
-    for name in "step", "reward", "advantage", "completion_ids", "sampling_logp", "token_advantages":
-        folder = edit_rollouts(fake_run(tmp_path / name), lambda record, i, name=name: record.update({name: hostile}))
-        if name == "step":
-            assert Page(write_report(folder)).kinds == harmless.kinds
-        else:
-            with pytest.raises(ValueError, match=f"metrics.jsonl or rollouts.jsonl of {folder} is damaged"):
-                write_report(folder)
-    folder = edit_rollouts(fake_run(tmp_path / "names"), lambda record, i: record.update(rewards={hostile: 1.0}))
+    folder = edit_rollouts(fake_run(tmp_path / "numbers"), lambda record, i: record.update(advantage=hostile))
+    with pytest.raises(ValueError, match=f"metrics.jsonl or rollouts.jsonl of {folder} is damaged"):
+        write_report(folder)
+    fields = {name: hostile for name in ("step", "group", "tokens", "finished", "tied")}
+    folder = edit_rollouts(fake_run(tmp_path / "names"), lambda record, i: record.update(rewards={hostile: 1.0}, **fields))
     config = json.loads((folder / "config.json").read_text())
     config["training"] |= {hostile: hostile, "max_steps": hostile}
     (folder / "config.json").write_text(json.dumps(config))

@@ -115,11 +115,6 @@ def test_a_teacher_whose_logits_are_not_those_of_its_own_pass_is_refused(tmp_pat
         set_up(run_of(tmp_path, tmp_path / "teacher"))
 
 
-def test_two_references_are_refused(tmp_path, teacher):
-    with pytest.raises(ValueError, match="reference: --reference_path names another model; pass one of them"):
-        set_up(run_of(tmp_path, teacher), reference=load_any_policy(ModelConfig())[0])
-
-
 def test_a_teacher_that_reads_other_tokens_is_refused_before_the_policy_is_loaded(tmp_path, teacher, monkeypatch):
     other = shutil.copytree(teacher, tmp_path / "other")
     text = (other / "tokenizer.json").read_text()

@@ -38,7 +38,7 @@ def test_the_start_says_which_rewards_count_and_what_precedes_prompts(tmp_path, 
 def test_the_last_paragraph_says_what_was_learned(finished, capsys):
     """The held-out results before training and after each phase, from metrics.jsonl, in lines of 80 columns."""
     lines = read_jsonl(finished / "metrics.jsonl")
-    RunConsole(parse_config(["--use_grpo"]), quiet=False).print_summary(finished, lines, ["a finding"], -1)
+    RunConsole(parse_config(["--use_grpo"]), quiet=False).print_summary(finished, lines, ["a finding"])
     printed = capsys.readouterr().out.splitlines()
     evaluations = [line for line in lines if line["phase"] == "eval"]
     start = printed.index("what was learned, on held-out problems:") + 1
@@ -50,7 +50,6 @@ def test_the_last_paragraph_says_what_was_learned(finished, capsys):
 
 
 @pytest.mark.parametrize("prompt,completion,shown", [
-    ([2, 5, 6], "2", "'[2, 5, 6]' -> '2'"),               # ids of a prompt that was cut
     ([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1=?"}], "2", r"'system: Be brief.\nuser: 1+1=?' -> '2'"),
     ("\x1b[2J", "\x9b2J\r\u202e\x07", r"'\x1b[2J' -> '\x9b2J\r\u202e\x07'"),
 ])

@@ -173,10 +173,11 @@ def test_a_teacher_that_does_not_fit_is_refused_in_one_line(tmp_path, model):
     for number, (flags, teacher, message) in enumerate([
         (dict(use_kl_penalty=False), model, "--reference_path=python:Gemma3ForCausalLM: nothing is compared with it"),
         (dict(use_kl_penalty=True, reference_mode="ema"), model, "--reference_mode=ema: the model of --reference_path stays"),
+        (dict(use_grpo=False, use_kl_penalty=True), model, "^reference: nothing is compared with it; add use_grpo$"),
         (dict(use_kl_penalty=True), small, "reference: it knows 100 tokens, the tokenizer 263"),
     ]):
         with pytest.raises(ValueError, match=message):
-            set_up(Config.from_profile("demo", output_dir=str(tmp_path / str(number)), **run, **flags), reference=teacher)
+            set_up(Config.from_profile("demo", output_dir=str(tmp_path / str(number)), **run | flags), reference=teacher)
 
 
 def test_what_is_no_optimizer_is_refused_when_its_phase_begins(tmp_path):
