@@ -41,8 +41,7 @@ class ModelConfig:
     precision: Literal["auto", "float32", "bfloat16", "float16"] = flag(
         "auto", "precision of the layers and of frozen weights; weights that are trained, embedding, output "
         "head and softmax stay float32. auto: bfloat16 on a GPU or TPU that computes in it, else float32")
-    lora_rank: int = flag(
-        0, "rank of LoRA adapters of all linear layers for text; 0: train the weights", ge=0, le=2**16)
+    lora_rank: int = flag(0, "rank of LoRA adapters of linear layers; 0: train the weights", ge=0, le=2**16)
     lora_alpha: float = flag(32.0, "the adapters' output is scaled by lora_alpha / lora_rank", gt=0)
     trust_remote_code: bool = flag(False, "run Python code that comes with the model")
     device: Literal["auto", "cpu"] = flag("auto", "auto: a GPU that torch supports, if there is one; or cpu")
@@ -70,8 +69,7 @@ class DataConfig:
     dataset: str = flag(
         "arithmetic", "arithmetic, countdown or guess_letter; reasoning_gym:TASK,TASK; a .jsonl, .json, .csv "
         "or .parquet file; a hub id (name:configuration); tfds:name; kaggle:owner/name/file.csv")
-    eval_dataset: str = flag(
-        "", "held-out problems; empty: eval_split of dataset, or of a file eval_limit problems set aside")
+    eval_dataset: str = flag("", "held-out problems; empty: eval_split of dataset, or some of a file")
     train_split: str = flag("train", "split of dataset on a hub, or a part of it such as train[:90%]")
     eval_split: str = flag("test", "split of eval_dataset, or else of dataset, with the held-out problems")
     prompt_column: str = flag(
@@ -97,35 +95,27 @@ class GRPOConfig:
     num_completions_per_prompt: int = flag(
         4, "G, the group size: GRPO compares completions of a prompt with each other", ge=2, le=2**16)
     generation_max_length: int = flag(256, "longest completion, in tokens", gt=0)
-    generation_temperature: float = flag(
-        0.8, "divides the logits, in sampling and in training; 0: greedy, only to evaluate", ge=0)
-    generation_top_p: float = flag(
-        0.9, "keep the most likely tokens up to this total probability; 1: all", gt=0, le=1)
+    generation_temperature: float = flag(0.8, "divides the logits; 0: greedy, only to evaluate", ge=0)
+    generation_top_p: float = flag(0.9, "keep the most likely tokens up to this sum; 1: all", gt=0, le=1)
     generation_top_k: int = flag(50, "keep this many most likely tokens; 0: all", ge=0)
     generation_min_p: float = flag(
         0.0, "keep tokens at least this many times as likely as the likeliest one; 0: all", ge=0, lt=1)
-    generation_batch_size: int = flag(
-        0, "completions sampled at once, in whole groups, halved when memory runs out; 0: all", ge=0)
+    generation_batch_size: int = flag(0, "completions sampled at once, in whole groups; 0: all", ge=0)
     engine: Literal["auto", "plain", "shared", "vllm"] = flag(
         "auto", "plain: a row for each completion; shared: forward each prompt once for its completions; "
         "auto: shared, where it pays and the model supports it; vllm: faster sampling (docs/scale.md, vLLM)")
-    engine_memory: float = flag(
-        0.3, "vllm: share of the GPU's memory for its weights, keys and values while it samples", gt=0, lt=1)
-    dynamic_sampling: int = flag(
-        0, "extra rounds of sampling, at most, that replace groups of equal scores by new prompts", ge=0)
+    engine_memory: float = flag(0.3, "vllm: share of the GPU's memory while it samples", gt=0, lt=1)
+    dynamic_sampling: int = flag(0, "most extra rounds of sampling to replace tied groups", ge=0)
 
     environment: str = flag(
         "", "replies to the policy: calculator, python, guess_letter or path/to/file.py:name; empty: none")
-    max_turns: int = flag(
-        1, "most messages of the policy per conversation; generation_max_length limits all tokens", gt=0)
+    max_turns: int = flag(1, "most messages of the policy per conversation", gt=0)
 
     reward_functions: list[str] = flag(list(DEFAULT_REWARDS), "built-in names, or path/to/file.py:function")
-    reward_weights: list[float] = flag(
-        [], "weight of each reward function; empty: 1 each, or 1 0.2 0.1 for the default functions")
+    reward_weights: list[float] = flag([], "one for each; empty: 1 each, for the default 1 0.2 0.1")
     reward_errors: Literal["raise", "none"] = flag(
         "raise", "if a reward function raises: stop the run, or leave completions unscored and count them")
-    reward_timeout: float = flag(
-        0.0, "seconds per call of a reward function, else it raises; 0: no limit, for environments 60", ge=0)
+    reward_timeout: float = flag(0.0, "seconds per call; 0: no limit, for environments 60", ge=0)
     reward_combination: Literal["sum", "gdpo"] = flag(
         "sum", "add up the weighted points of the reward functions, or (gdpo) their weighted advantages")
     reward_clip: float = flag(0.0, "limit rewards to -reward_clip ... reward_clip points; 0: no limit", ge=0)
@@ -145,8 +135,7 @@ class GRPOConfig:
         "dapo", "policy loss: with clipped ratios (dapo, grpo, dr_grpo), with one ratio per completion "
         "(gspo), with capped weights (cispo, scale_rl), with a soft limit (sapo), without tokens or "
         "completions that have moved too far (dppo, icepop, sequence_mask), or without ratios (reinforce)")
-    loss_options: list[str] = flag(
-        [], "options of the loss type, such as dual_clip=3 or delta=0.1 (docs/algorithm.md, Losses)")
+    loss_options: list[str] = flag([], "options of loss_type, such as dual_clip=3 (docs/algorithm.md)")
     clip_low: float = flag(
         0.2, "lower limit of a token's probability ratio in the clipped losses: 1 - clip_low", ge=0, lt=1)
     clip_high: float = flag(
@@ -156,13 +145,10 @@ class GRPOConfig:
     entropy_coef: float = flag(0.0, "weight of the entropy bonus, in advantage per nat", ge=0)
 
     ppo_epochs: int = flag(1, "passes over a rollout", gt=0)
-    minibatch_size: int = flag(
-        0, "completions per optimiser step, shuffled, best a multiple of G; 0: all of a rollout", ge=0)
+    minibatch_size: int = flag(0, "completions per optimiser step; 0: all of a rollout", ge=0)
 
-    use_kl_penalty: bool = flag(
-        True, "penalise the KL to a reference, by default a frozen copy of the policy")
-    kl_penalty_coef: float = flag(
-        0.01, "weight of the KL penalty, in advantage per nat; 0: no penalty, no reference", ge=0)
+    use_kl_penalty: bool = flag(True, "penalise the KL to a reference, such as a copy of the policy")
+    kl_penalty_coef: float = flag(0.01, "weight of the KL penalty, in advantage per nat", ge=0)
     kl_in: Literal["loss", "reward"] = flag(
         "loss", "add the KL penalty to the loss, or subtract it from rewards, within a group from advantages")
     kl_estimator: Literal["", "ratio_k3", "k3", "k2", "k1", "exact"] = flag(
@@ -171,8 +157,7 @@ class GRPOConfig:
         "", "hub id or folder of the reference, a model with the same tokenizer; empty: a copy of the policy")
     reference_mode: Literal["static", "ema", "periodic"] = flag(
         "static", "ema: moving average of the policy; periodic: its copy every reference_update_freq steps")
-    ema_alpha: float = flag(
-        0.99, "ema: reference = ema_alpha * reference + (1 - ema_alpha) * policy, every update", ge=0, le=1)
+    ema_alpha: float = flag(0.99, "ema: share of the old reference that stays at a step", ge=0, le=1)
     reference_update_freq: int = flag(500, "periodic: steps between replacements by the policy", gt=0)
     reference_offload: bool = flag(False, "keep the reference on the CPU between rollouts")
 
@@ -268,8 +253,7 @@ class TrainingConfig:
     check: bool = flag(False, "check the set-up, print the points of right and wrong completions, and stop")
     seed: int = flag(0, "seed of weights, data order, sampling and global random numbers", ge=0, le=2**32 - 1)
     num_epochs: float = flag(3, "passes over the examples; dynamic_sampling may add some", gt=0, le=10**6)
-    max_steps: int = flag(
-        0, "end each phase, the cold start too, after this many steps; 0: when its epochs are over", ge=0)
+    max_steps: int = flag(0, "end each phase after this many steps; 0: when its epochs are over", ge=0)
     batch_size: int = flag(4, "prompts per rollout; demonstrations per optimiser step", gt=0, le=2**20)
     cold_start_steps: int = flag(0, "supervised steps before GRPO, on the dataset's demonstrations", ge=0)
     cold_start_accuracy: float = flag(
@@ -289,11 +273,9 @@ class TrainingConfig:
         "fsdp=4,tp=2 also divides every layer's matrices between 2; empty: one copy sharded over all")
     eval_steps: int = flag(50, "steps between evaluations; 0: only before and after each phase", ge=0)
     save_steps: int = flag(100, "steps between checkpoints; 0: at the end of a phase only", ge=0)
-    keep_best: bool = flag(
-        False, "keep the policy with the highest held-out score in best/; the highest is partly luck")
+    keep_best: bool = flag(False, "keep the policy with the highest held-out score in best/")
     keep_checkpoints: int = flag(2, "number of checkpoints to keep; older ones are deleted", gt=0)
-    log_rollouts_every: int = flag(
-        10, "steps of GRPO between entries in rollouts.jsonl, and between printed completions; 0: none", ge=0)
+    log_rollouts_every: int = flag(10, "steps between entries in rollouts.jsonl; 0: none", ge=0)
     report_to: Literal["tensorboard", "wandb", "none"] = flag(
         "tensorboard", "tracker that gets the metrics in addition to metrics.jsonl")
 

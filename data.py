@@ -338,20 +338,22 @@ def split_prompt(prompt) -> tuple[str | list[dict], dict | None]:
     return prompt, last_turn
 
 
-def read_completion(completion) -> str | list[dict]:
+def read_completion(completion) -> str | list[dict] | None:
     """Return a completion: text, also of an assistant's message alone, or the messages of a conversation."""
-    given = completion
     match completion:
-        case [{"content": content}]:                      # a message
-            completion = content
-    match completion:
-        case [{"text": str()}, *_]:                       # its parts
-            completion = "".join(texts_of(completion))
-    if isinstance(completion, str) or is_alternating(completion):
+        case str():
+            return completion
+        case [{"content": str() | [{"text": str()}, *_] as content}]:            # a message, its parts
+            return "".join(texts_of(content))
+        case [{"text": str()}, *_]:
+            return "".join(texts_of(completion))
+        case [{"content": None}]:
+            return None
+    if is_alternating(completion):
         return completion
     raise ValueError(
         "the completion must be text, an assistant's message, or such messages with others between them, "
-        f"not {given!r}")
+        f"not {completion!r}")
 
 
 def is_alternating(messages) -> bool:

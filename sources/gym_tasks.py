@@ -48,10 +48,10 @@ def gym_examples(source: str, split: str, seed: int) -> list[dict]:
     """
     if split not in SEEDS:
         raise ValueError(f"{source}: there is no split {split}; it has train and test")
-    examples = []
+    create, examples = package().create_dataset, []
     for task, options in split_tasks(source):
         try:
-            entries = package().create_dataset(task, **{"size": 1000} | options, seed=SEEDS[split])
+            entries = create(task, **{"size": 1000} | options, seed=SEEDS[split])
         except (AssertionError, TypeError, ValueError) as error:
             raise ValueError(f"{GYM}{task}: {error or 'an option is out of its bounds'}") from None
         for entry in entries:

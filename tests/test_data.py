@@ -174,8 +174,8 @@ ROW = {"question": "2+2?", "answer": 4}
 
 
 @pytest.mark.parametrize("line,message", [
-    ('{"prompt": ', "line 3 is not JSON: .*; correct it"), ("[1]", "line 3 is not an object such as .*"),
-    ('{"text": "a"}', "line 3 has columns text; it needs a value in one of prompt, question, .*"),
+    ('{"prompt": ', "line 3 is not JSON: .*; correct it"), ("5", "example 2: the prompt must be text or chat messages, not int: 5"),
+    ('{"text": "a", "prompt": null}', "example 2: the row has columns text, prompt; it needs a value in one of prompt, question, .*"),
     ('{"prompt": "\\ud800"}', "line 3 is not JSON: .*surrogates.*"),
 ])
 def test_a_line_that_is_no_example_is_named(tmp_path, line, message):
@@ -199,7 +199,7 @@ def test_a_source_that_the_core_does_not_read_is_refused(source, message):
 def test_sums_lists_and_json_lines_are_examples(tmp_path):
     sums = data.load_examples("arithmetic", "test", limit=2)
     assert [eval(row["prompt"].removesuffix("=?")) for row in sums] == [int(row["answer"]) for row in sums] and len(sums) == 2
-    with pytest.raises(ValueError, match="arithmetic: there is no split dev; it has train and test"):
+    with pytest.raises(ValueError, match="^split=dev: built-in problems have the splits train and test$"):
         data.load_examples("arithmetic", "dev")
     assert data.load_examples(["a", {"prompt": "b", "nums": [1]}]) == [{"prompt": "a"}, {"prompt": "b", "nums": [1]}]
     path = write_lines(tmp_path / "data.jsonl", [ROW, ROW])
