@@ -199,7 +199,7 @@ def test_a_source_that_the_core_does_not_read_is_refused(source, message):
 def test_sums_lists_and_json_lines_are_examples(tmp_path):
     sums = data.load_examples("arithmetic", "test", limit=2)
     assert [eval(row["prompt"].removesuffix("=?")) for row in sums] == [int(row["answer"]) for row in sums] and len(sums) == 2
-    with pytest.raises(ValueError, match="^split=dev: built-in problems have the splits train and test$"):
+    with pytest.raises(ValueError, match="split=dev: built-in problems have the splits train and test"):
         data.load_examples("arithmetic", "dev")
     assert data.load_examples(["a", {"prompt": "b", "nums": [1]}]) == [{"prompt": "a"}, {"prompt": "b", "nums": [1]}]
     path = write_lines(tmp_path / "data.jsonl", [ROW, ROW])

@@ -18,8 +18,8 @@ from runs.command_line import COMMON, parse_config
 @pytest.mark.parametrize("program,typed", [("train.py", ["--learning-rat", "1"]), ("infer.py", ["--envronment", "x"])])
 def test_a_mistyped_flag_of_a_program_is_one_line(program, typed):
     process = Program(program, *typed)
-    _, error = process.communicate(timeout=60)
-    assert process.returncode == 2 and re.fullmatch(rf"{program}: error: --\w+: unknown flag; did you mean --\w+\?\n", error)
+    process.wait(60)
+    assert process.returncode == 2 and re.fullmatch(rf"{program}: error: --\w+: unknown flag; did you mean --\w+\?\n", process.stderr)
 
 
 @pytest.mark.parametrize("program,parse,flag,names", [

@@ -53,12 +53,12 @@ def test_cells_of_a_csv_file_are_their_text_and_empty_ones_are_none(tmp_path):
     ("bad.jsonl", '{"prompt": "a"}\n{"prompt": \n', "line 2 is not JSON"),
     ("blank.jsonl", '{"prompt": "a"}\n{"prompt": " "}\n', "example 2: the prompt is empty"),
     ("turns.jsonl", '{"conversations": [{"from": "human"}]}\n', "chat messages must look like"),
-    ("two.jsonl", '{"prompt": "a", "completion": [{"content": "b"}, {"content": "c"}]}\n', "must be text, an assistant"),
+    ("two.jsonl", '{"prompt": "a", "completion": [{"content": "b"}, {"content": "c"}]}', "must be text, an assistant"),
     ("bad.json", "{", "cannot be read as .json: Expecting property name"), ("dict.json", '{"a": 1}', "must hold a list"),
     ("list.json", "[]", "no examples"), ("pair.json", '[{"prompt": "\\uD800"}]', "'utf-8' codec can't encode"),
-    ("bad.parquet", "not parquet", "cannot be read as .parquet"), ("columns.csv", "a,b\n1,2\n", "example 1: the row has columns a, b"),
+    ("bad.parquet", "not parquet", "cannot be read as .parquet"), ("columns.csv", "a,b\n1,2\n", "the row has columns a, b"),
     ("cells.csv", "prompt,answer\na,1,2\nb,3,4\n", "more cells than the header; put cells with a comma in quotes"),
-    ("quote.csv", 'prompt\n"a\n', "cannot be read as .csv: unexpected end of data"), ("header.csv", "prompt,answer\n", "no examples in it"),
+    ("quote.csv", 'prompt\n"a\n', "cannot be read as .csv: unexpected end"), ("header.csv", "prompt,answer\n", "no examples in it"),
     ("latin.csv", "prompt,answer\nh\udce9,1\n", "cannot be read as .csv: 'utf-8' codec"),
 ])
 def test_an_unusable_file_is_refused_in_one_line_that_names_it(tmp_path, name, content, message):
