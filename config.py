@@ -47,8 +47,7 @@ class ModelConfig:
     device: Literal["auto", "cpu"] = flag("auto", "auto: a GPU that torch supports, if there is one; or cpu")
     chat_template: Literal["auto", "none"] = flag(
         "auto", "auto: the tokenizer's, if it has one; none: text stays as it is, for base models")
-    chat_template_kwargs: str = flag(
-        "", 'variables of the template, as JSON: {"enable_thinking": false}; empty: those of the model')
+    chat_template_kwargs: str = flag("", 'JSON such as {"enable_thinking": false}; empty: those of the model')
 
     def __post_init__(self):
         if isinstance(self.chat_template_kwargs, dict):   # of a settings file, or in Python
@@ -77,8 +76,7 @@ class DataConfig:
     answer_column: str = flag("", "column of the answer; empty: found by its usual names")
     completion_column: str = flag("", "column of the demonstration; empty: found by its usual names")
     eval_limit: int = flag(256, "held-out problems per evaluation; 0: no evaluations", ge=0)
-    shuffle: bool = flag(
-        True, "shuffle the examples in every epoch; false: in their order, such as from easy to hard")
+    shuffle: bool = flag(True, "shuffle the examples in every epoch; false: in the order of the source")
     instruction: str = flag("", "text put before every prompt, such as the format of the answer")
     max_prompt_length: int = flag(512, "longest prompt, in tokens", gt=0)
     long_prompts: Literal["error", "drop"] = flag(
@@ -92,14 +90,12 @@ class DataConfig:
 class GRPOConfig:
     """Sampling, rewards, advantages and loss."""
 
-    num_completions_per_prompt: int = flag(
-        4, "G, the group size: GRPO compares completions of a prompt with each other", ge=2, le=2**16)
+    num_completions_per_prompt: int = flag(4, "G, the group size: completions of a prompt", ge=2, le=2**16)
     generation_max_length: int = flag(256, "longest completion, in tokens", gt=0)
     generation_temperature: float = flag(0.8, "divides the logits; 0: greedy, only to evaluate", ge=0)
     generation_top_p: float = flag(0.9, "keep the most likely tokens up to this sum; 1: all", gt=0, le=1)
     generation_top_k: int = flag(50, "keep this many most likely tokens; 0: all", ge=0)
-    generation_min_p: float = flag(
-        0.0, "keep tokens at least this many times as likely as the likeliest one; 0: all", ge=0, lt=1)
+    generation_min_p: float = flag(0.0, "keep tokens of this share of the highest; 0: all", ge=0, lt=1)
     generation_batch_size: int = flag(0, "completions sampled at once, in whole groups; 0: all", ge=0)
     engine: Literal["auto", "plain", "shared", "vllm"] = flag(
         "auto", "plain: a row for each completion; shared: forward each prompt once for its completions; "
@@ -107,8 +103,7 @@ class GRPOConfig:
     engine_memory: float = flag(0.3, "vllm: share of the GPU's memory while it samples", gt=0, lt=1)
     dynamic_sampling: int = flag(0, "most extra rounds of sampling to replace tied groups", ge=0)
 
-    environment: str = flag(
-        "", "replies to the policy: calculator, python, guess_letter or path/to/file.py:name; empty: none")
+    environment: str = flag("", "calculator, python, guess_letter or path/to/file.py:name; empty: none")
     max_turns: int = flag(1, "most messages of the policy per conversation", gt=0)
 
     reward_functions: list[str] = flag(list(DEFAULT_REWARDS), "built-in names, or path/to/file.py:function")
@@ -123,8 +118,7 @@ class GRPOConfig:
         "keep", "completions cut at generation_max_length: keep; mask: leave them out of the loss; "
         "penalise: subtract up to 1 in the last fifth before it")
 
-    normalize_advantages: bool = flag(
-        True, "divide advantages as advantage_scale says (value head: over all tokens); Dr. GRPO: false")
+    normalize_advantages: bool = flag(True, "divide advantages as advantage_scale says; Dr. GRPO: false")
     advantage_scale: Literal[*SCALES[:-1]] = flag(
         "group", "divide by the standard deviation of each group, or of the batch, or by the group's mean")
     baseline: Literal[*BASELINES] = flag(
@@ -136,12 +130,9 @@ class GRPOConfig:
         "(gspo), with capped weights (cispo, scale_rl), with a soft limit (sapo), without tokens or "
         "completions that have moved too far (dppo, icepop, sequence_mask), or without ratios (reinforce)")
     loss_options: list[str] = flag([], "options of loss_type, such as dual_clip=3 (docs/algorithm.md)")
-    clip_low: float = flag(
-        0.2, "lower limit of a token's probability ratio in the clipped losses: 1 - clip_low", ge=0, lt=1)
-    clip_high: float = flag(
-        0.2, "upper limit of that ratio: 1 + clip_high; gspo takes 4e-4, cispo and scale_rl above 1", ge=0)
-    importance_cap: float = flag(
-        0.0, "truncated importance sampling: cap of a token's weight; 0: 2 with vllm, else no weights", ge=0)
+    clip_low: float = flag(0.2, "lower limit of a token's ratio in the loss: 1 - clip_low", ge=0, lt=1)
+    clip_high: float = flag(0.2, "upper limit: 1 + clip_high; 4e-4 with gspo, above 1 with cispo", ge=0)
+    importance_cap: float = flag(0.0, "cap of importance weights; 0: 2 with vllm, else no weights", ge=0)
     entropy_coef: float = flag(0.0, "weight of the entropy bonus, in advantage per nat", ge=0)
 
     ppo_epochs: int = flag(1, "passes over a rollout", gt=0)
@@ -153,8 +144,7 @@ class GRPOConfig:
         "loss", "add the KL penalty to the loss, or subtract it from rewards, within a group from advantages")
     kl_estimator: Literal["", "ratio_k3", "k3", "k2", "k1", "exact"] = flag(
         "", "exact: of the whole vocabulary, at each token; empty: ratio_k3 in the loss, k1 in the reward")
-    reference_path: str = flag(
-        "", "hub id or folder of the reference, a model with the same tokenizer; empty: a copy of the policy")
+    reference_path: str = flag("", "hub id or folder of the reference; empty: a copy of the policy")
     reference_mode: Literal["static", "ema", "periodic"] = flag(
         "static", "ema: moving average of the policy; periodic: its copy every reference_update_freq steps")
     ema_alpha: float = flag(0.99, "ema: share of the old reference that stays at a step", ge=0, le=1)

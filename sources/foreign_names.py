@@ -26,18 +26,15 @@ ANSWERS = {
     "num_iterations":
         "--ppo_epochs for TRL's and tunix' (passes over a rollout); for ReLax' (rollouts) --max_steps, which "
         "counts optimiser steps: times ppo_epochs x completions of a rollout / minibatch_size",
-    "num_batches num_episodes total_training_steps":
-        "--max_steps, which counts optimiser steps: rollouts times updates on each",
+    "num_batches num_episodes total_training_steps": "--max_steps, which counts optimiser steps",
     "num_train_epochs total_epochs": "--num_epochs",
     "max_new_tokens max_completion_length max_response_length": "--generation_max_length",
-    "beta kl_coef kl_loss_coef":
-        "--kl_penalty_coef, 0.01 unless given, with another --kl_estimator than the usual k3",
+    "beta kl_coef kl_loss_coef": "--kl_penalty_coef, with another --kl_estimator than the usual k3",
     "use_reference_model use_kl_loss": "--use_kl_penalty",
     "kl_loss_type kl_penalty": "--kl_estimator (low_var_kl is k3)",
     "use_kl_in_reward": "--kl_in reward",
     "kl_target kl_horizon max_policy_kl": "--kl_penalty_coef, which is constant, and fewer --ppo_epochs",
     "sync_ref_model ref_model_sync_steps": "--reference_mode ema or periodic, --reference_update_freq",
-    "ref_model_mixup_alpha": "--ema_alpha, the share of the old reference that stays: 1 minus theirs",
     "advantage_epsilon": "always 1e-8: leave it out",
     "epsilon": "--clip_low and --clip_high; added to the divisor of advantages, always 1e-8",
     "clip_ratio clip_ratio_low": "--clip_low and --clip_high, on probability ratios",
@@ -46,10 +43,8 @@ ANSWERS = {
     "advantage_normalization scale_rewards": "--normalize_advantages, --advantage_scale batch",
     "baseline_type adv_estimator": "--baseline (rloo: leave_one_out); for learned or gae, --use_value_head",
     "loss_agg_mode loss_aggregation": "--loss_type: dapo averages over tokens, grpo over completions",
-    "importance_sampling_level": "--loss_type, such as gspo",
     "mask_truncated_completions": "--overlong mask",
-    "reward_funcs custom_reward_function":
-        "--reward_functions, names or file.py:function; from Python train(config, reward_functions=[f])",
+    "reward_funcs custom_reward_function": "--reward_functions, names or file.py:function",
     "value_clip value_coef": "not offered: with --use_value_head they are 0.2 and 0.1",
     "tools multi_turn": "--environment and --max_turns",
     "lr optim.lr": "--learning_rate",

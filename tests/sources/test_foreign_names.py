@@ -152,7 +152,7 @@ def test_every_answer_names_flags_that_exist_and_no_name_is_a_flag():
 
 @pytest.mark.parametrize("typed,answer", [
     ("--group-size 4", "--group_size: unknown flag; here --num_completions_per_prompt"),
-    ("--beta=0.1", "--beta=0.1: unknown flag; here --kl_penalty_coef, 0.01 unless given, with another --kl_estimator than the usual k3"),
+    ("--beta=0.1", "--beta=0.1: unknown flag; here --kl_penalty_coef, with another --kl_estimator than the usual k3"),
     ("actor_rollout_ref.rollout.n=8", "actor_rollout_ref.rollout.n=8: unknown flag; here --num_completions_per_prompt"),
     ("--num_generation 4", "--num_generation: unknown flag; here --num_completions_per_prompt"),
     ("--learning_rat 1", "--learning_rat: unknown flag; did you mean --learning_rate?"),
