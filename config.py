@@ -41,8 +41,7 @@ class ModelConfig:
     precision: Literal["auto", "float32", "bfloat16", "float16"] = flag(
         "auto", "precision of the layers and of frozen weights; weights that are trained, embedding, output "
         "head and softmax stay float32. auto: bfloat16 on a GPU or TPU that computes in it, else float32")
-    lora_rank: int = flag(
-        0, "rank of LoRA adapters of all linear layers for text; 0: train the weights", ge=0, le=2**16)
+    lora_rank: int = flag(0, "rank of LoRA adapters of linear layers; 0: train the weights", ge=0, le=2**16)
     lora_alpha: float = flag(32.0, "the adapters' output is scaled by lora_alpha / lora_rank", gt=0)
     trust_remote_code: bool = flag(False, "run Python code that comes with the model")
     device: Literal["auto", "cpu"] = flag("auto", "auto: a GPU that torch supports, if there is one; or cpu")
@@ -57,10 +56,12 @@ class ModelConfig:
         if isinstance(self.chat_template_kwargs, dict):   # of a settings file, or in Python
             object.__setattr__(self, "chat_template_kwargs", json.dumps(self.chat_template_kwargs))
         check_values(self)
-        reject(self, (
-            "chat_template_kwargs", not are_template_variables(self.chat_template_kwargs),
-            "must be a JSON object of the template's own variables, such as "
-            '{"enable_thinking": false}'))
+        try:
+            is_object = isinstance(json.loads(self.chat_template_kwargs or "{}"), dict)
+        except ValueError:
+            is_object = False
+        fix = 'must be a JSON object of the template\'s own variables, such as {"enable_thinking": false}'
+        reject(self, ("chat_template_kwargs", not is_object, fix))
 
 
 @dataclass(frozen=True)
@@ -91,23 +92,16 @@ class DataConfig:
     def __post_init__(self):
         check_values(self)
 
-    @property
-    def columns(self) -> dict[str, str]:
-        """Return the column of each role, for load_examples."""
-        return dict(prompt=self.prompt_column, answer=self.answer_column, completion=self.completion_column)
-
 
 @dataclass(frozen=True)
 class GRPOConfig:
     """Sampling, rewards, advantages and loss."""
 
-    num_completions_per_prompt: int = flag(
-        4, "G, the group size: GRPO compares completions of a prompt with each other", ge=2, le=2**16)
+    num_completions_per_prompt: int = flag(4, "G, the group size: completions of a prompt", ge=2, le=2**16)
     generation_max_length: int = flag(256, "longest completion, in tokens", gt=0)
     generation_temperature: float = flag(
         0.8, "divides the logits, in sampling and in training; 0: greedy, only to evaluate", ge=0)
-    generation_top_p: float = flag(
-        0.9, "keep the most likely tokens up to this total probability; 1: all", gt=0, le=1)
+    generation_top_p: float = flag(0.9, "keep the most likely tokens up to this sum; 1: all", gt=0, le=1)
     generation_top_k: int = flag(50, "keep this many most likely tokens; 0: all", ge=0)
     generation_min_p: float = flag(
         0.0, "keep tokens at least this many times as likely as the likeliest one, 0: all; this first, then "
@@ -118,8 +112,7 @@ class GRPOConfig:
         "auto", "plain: a row for each completion; shared: forward each prompt once for all of its "
         "completions; auto: shared on CUDA, or if that saves a fifth of the tokens, and the model computes "
         "the same with it; vllm samples, which is faster on a GPU (docs/scale.md, vLLM)")
-    engine_memory: float = flag(
-        0.3, "vllm: share of the GPU's memory for its weights, keys and values while it samples", gt=0, lt=1)
+    engine_memory: float = flag(0.3, "vllm: share of the GPU's memory while it samples", gt=0, lt=1)
     dynamic_sampling: int = flag(
         0, "extra rounds of sampling, at most, that replace groups of equal scores by new prompts", ge=0)
 
@@ -140,8 +133,8 @@ class GRPOConfig:
         "sum", "add up the weighted points of the reward functions, or (gdpo) their weighted advantages")
     reward_clip: float = flag(0.0, "limit rewards to -reward_clip ... reward_clip points; 0: no limit", ge=0)
     overlong: Literal["keep", "mask", "penalise"] = flag(
-        "keep", "keep: train on completions cut at generation_max_length; mask: leave them out of the loss; "
-        "penalise: subtract up to 1 point in the last fifth before it")
+        "keep", "completions cut at generation_max_length: keep; mask: leave them out of the loss; "
+        "penalise: subtract up to 1 in the last fifth before it")
 
     normalize_advantages: bool = flag(
         True, "divide advantages as advantage_scale says, with a value head centre and scale them over all "
@@ -156,8 +149,7 @@ class GRPOConfig:
         "dapo", "policy loss: with clipped ratios (dapo, grpo, dr_grpo), with one ratio per completion "
         "(gspo), with capped weights (cispo, scale_rl), with a soft limit (sapo), without tokens or "
         "completions that have moved too far (dppo, icepop, sequence_mask), or without ratios (reinforce)")
-    loss_options: list[str] = flag(
-        [], "options of the loss type, such as dual_clip=3 or delta=0.1 (docs/algorithm.md, Losses)")
+    loss_options: list[str] = flag([], "options of loss_type, such as dual_clip=3 (docs/algorithm.md)")
     clip_low: float = flag(
         0.2, "lower limit of a token's probability ratio in the clipped losses, 1 - clip_low; the ratio is 1 "
         "in a rollout's first update", ge=0, lt=1)
@@ -170,11 +162,9 @@ class GRPOConfig:
     entropy_coef: float = flag(0.0, "weight of the entropy bonus, in advantage per nat", ge=0)
 
     ppo_epochs: int = flag(1, "passes over a rollout", gt=0)
-    minibatch_size: int = flag(
-        0, "completions per optimiser step, shuffled, best a multiple of G; 0: all of a rollout", ge=0)
+    minibatch_size: int = flag(0, "completions per optimiser step; 0: all of a rollout", ge=0)
 
-    use_kl_penalty: bool = flag(
-        True, "penalise the KL to a reference, by default a frozen copy of the policy")
+    use_kl_penalty: bool = flag(True, "penalise the KL to a reference, such as a copy of the policy")
     kl_penalty_coef: float = flag(
         0.01, "weight of the KL penalty, in advantage per nat; 0: no penalty, no reference", ge=0)
     kl_in: Literal["loss", "reward"] = flag(
@@ -309,8 +299,7 @@ class TrainingConfig:
         False, "keep the policy with the highest held-out score in best/; of several scores the highest is "
         "partly luck")
     keep_checkpoints: int = flag(2, "number of checkpoints to keep; older ones are deleted", gt=0)
-    log_rollouts_every: int = flag(
-        10, "steps of GRPO between entries in rollouts.jsonl, and between printed completions; 0: none", ge=0)
+    log_rollouts_every: int = flag(10, "steps between entries in rollouts.jsonl; 0: none", ge=0)
     report_to: Literal["tensorboard", "wandb", "none"] = flag(
         "tensorboard", "tracker that gets the metrics in addition to metrics.jsonl")
 
@@ -424,16 +413,6 @@ def expected_value(name: str, value, kind) -> str:
     return expected
 
 
-def are_template_variables(text: str) -> bool:
-    """Return True for "", and for a JSON object of variables that a chat template gets from nowhere else."""
-    try:
-        variables = json.loads(text or "{}")
-    except ValueError:
-        return False
-    others = {"conversation", "tools", "add_generation_prompt", "tokenize"}
-    return isinstance(variables, dict) and not variables.keys() & others
-
-
 def parse_options(options: list[str]) -> dict[str, float]:
     """Return options that are written name=number by their names, with NaN for what is no number."""
     numbers = {}
@@ -455,10 +434,9 @@ def validate_functions(config: GRPOConfig) -> None:
         config,
         ("reward_functions", not functions, "name at least one, or none, to learn from a reference"),
         ("reward_weights", len(weights) not in (0, len(functions)),
-         f"{len(weights)} weights for {len(functions)} reward functions, {' '.join(functions)}; give one for "
-         "each"),
+         f"{len(weights)} weights for {len(functions)} reward functions; give one for each"),
         ("max_turns", config.max_turns > 1 and not config.environment,
-         "no environment continues the conversation: add --environment, or leave it out"),
+         "no environment continues the conversation; add --environment"),
         ("environment", config.environment and config.max_turns == 1,
          "with --max_turns=1 its messages are never used; choose 2 or more"),
         ("reward_functions", "environment" in functions and not config.environment,
@@ -481,7 +459,6 @@ def check_combinations(config: GRPOConfig, training: TrainingConfig, updates_per
     has_ratio = "log_ratio" in inspect.signature(loss.per_token).parameters
     reject(
         config,
-        ("reward_timeout", 0 < config.reward_timeout < 1e-3, "at least 0.001 seconds, or 0 for no limit"),
         ("generation_batch_size", 0 < config.generation_batch_size < size,
          f"a group of {size} is sampled together; at least that many, or 0 for all"),
         ("importance_cap", 0 < config.importance_cap < 1,
@@ -490,11 +467,9 @@ def check_combinations(config: GRPOConfig, training: TrainingConfig, updates_per
             config.reward_combination == "gdpo" or config.overlong == "penalise"),
          "is for points from 0 up; leave out --reward_combination gdpo and --overlong penalise"),
         ("kl_estimator", config.kl_coef > 0 and config.kl_in == "reward" and estimator != "k1",
-         "in a reward only k1 pulls the policy to the reference (near it, k2 and k3 hardly pull at all, and "
-         "exact does not depend on the token); leave it out"),
+         "in a reward only k1 pulls the policy to the reference; leave it out"),
         ("kl_estimator", config.kl_in_loss and estimator == "k1",
-         "in a loss its gradient is 0 on average, so it would have no effect; take k2 (the same with the "
-         "right gradient) or ratio_k3, or put it in the reward with --kl_in reward"),
+         "in a loss its gradient is 0 on average; take ratio_k3, or --kl_in reward"),
         ("reference_offload", config.reference_offload and config.kl_coef > 0 and estimator == "exact",
          "--kl_estimator exact needs the reference in every forward pass, ratio_k3 once per rollout"),
         ("reference_path", config.reference_path and not config.kl_coef,
@@ -524,23 +499,20 @@ SECTIONS = tuple(f.type for f in dataclasses.fields(Config))
 FLAGS = {f.name: f for section in SECTIONS for f in dataclasses.fields(section)}
 DEFAULTS = Config().flags       # flag -> its default
 
+BUILT_IN = dict(                # for the built-in model
+    num_completions_per_prompt=4, generation_max_length=40, generation_temperature=1.0, generation_top_k=0,
+    generation_top_p=1.0, warmup_ratio=0.1)
 # Values that replace defaults; flags replace both. Without a model_path the profile is demo, or
 # demo_supervised without use_grpo. The last three are ordered from small to large learning rates.
 PROFILES: dict[str, dict[str, Any]] = {
-    "demo": dict(
-        num_completions_per_prompt=4, generation_max_length=40, generation_temperature=1.0,
-        generation_top_k=0, generation_top_p=1.0, use_kl_penalty=False, cold_start_steps=300,
-        cold_start_accuracy=0.33, cold_start_learning_rate=1e-3, batch_size=64, num_epochs=1.6,
-        learning_rate=4e-4, warmup_ratio=0.1, eval_steps=15, save_steps=100),
-    "guess_letter": dict(
+    "demo": BUILT_IN | dict(
+        use_kl_penalty=False, cold_start_steps=300, cold_start_accuracy=0.33, cold_start_learning_rate=1e-3,
+        batch_size=64, num_epochs=1.6, learning_rate=4e-4, eval_steps=15, save_steps=100),
+    "guess_letter": BUILT_IN | dict(
         dataset="guess_letter", environment="guess_letter", max_turns=4, reward_functions=["environment"],
-        num_completions_per_prompt=4, generation_max_length=40, generation_temperature=1.0,
-        generation_top_k=0, generation_top_p=1.0, use_kl_penalty=False, use_value_head=True,
-        cold_start_steps=200, cold_start_learning_rate=2e-3, batch_size=32, num_epochs=3, learning_rate=5e-4,
-        warmup_ratio=0.1, eval_steps=40, save_steps=100),
-    "demo_supervised": dict(
-        generation_max_length=40, generation_temperature=1.0, generation_top_k=0, generation_top_p=1.0,
-        batch_size=32, learning_rate=2e-3, warmup_ratio=0.1, eval_steps=100, save_steps=200),
+        use_kl_penalty=False, use_value_head=True, cold_start_steps=200, cold_start_learning_rate=2e-3,
+        batch_size=32, num_epochs=3, learning_rate=5e-4, eval_steps=40, save_steps=100),
+    "demo_supervised": BUILT_IN | dict(batch_size=32, learning_rate=2e-3, eval_steps=100, save_steps=200),
     "conservative": dict(
         num_completions_per_prompt=32, batch_size=8, learning_rate=1e-6, max_grad_norm=0.5, warmup_ratio=0.2,
         eval_steps=25),
@@ -562,7 +534,7 @@ def profile_values(profile: str, batch_size: int | None = None) -> dict[str, Any
     if profile not in ("", *PROFILES):
         raise ValueError(f"--profile={profile}: choose one of {', '.join(PROFILES)}")
     values = dict(PROFILES.get(profile, {}))
-    if profile in ("demo", "guess_letter", "demo_supervised") and type(batch_size) is int and batch_size > 0:
+    if BUILT_IN.items() <= values.items() and type(batch_size) is int and batch_size > 0:
         ratio = batch_size / values["batch_size"]
         for name in values.keys() & {"cold_start_steps", "eval_steps", "save_steps"}:
             values[name] = math.ceil(values[name] / ratio)

@@ -12,7 +12,7 @@ Left out on purpose: hubs, other files and tasks, and forms of published data se
 import json
 import random
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -39,10 +39,20 @@ def load_examples(
              COLUMNS. The prompt may also be a text with columns in braces: "Make {target} from {nums}."
     read     reads more sources; default: read_source, which has the same arguments
     """
+    name = source if isinstance(source, str) else "dataset"
+    if hasattr(source, "keys") or not hasattr(source, "__getitem__"):            # a DataFrame has keys too
+        raise ValueError(
+            "dataset: must be a list of examples or a datasets.Dataset, not a "
+            f"{type(source).__name__}: choose a split, or pass a list of dicts")
     rows = (read or read_source)(source, split, seed, columns or {})
-    examples = [normalize_example(row, where) for where, row in islice(rows, limit or None)]
+    examples = []
+    try:
+        for row in islice(rows, limit or None):
+            examples.append(normalize_example(row))
+    except ValueError as error:
+        raise ValueError(f"{name}: example {len(examples) + 1}: {error}") from None
     if not examples:
-        raise ValueError(f"{source if isinstance(source, str) else 'dataset'}: no examples in it")
+        raise ValueError(f"{name}: no examples in it")
     return examples
 
 
@@ -51,16 +61,21 @@ def load_examples(
 
 def arithmetic(split: str, seed: int) -> list[dict]:
     """Return sums of two numbers below 100: 9000 problems for training, 1000 others for testing."""
-    if split not in ("train", "test"):
-        raise ValueError(f"arithmetic: there is no split {split}; it has train and test")
     problems = [(a, b) for a in range(100) for b in range(100)]
     random.Random("which problems are held out").shuffle(problems)
-    problems = problems[1000:] if split == "train" else problems[:1000]
-    random.Random(seed).shuffle(problems)
     return [
         {"prompt": f"{a}+{b}=?", "answer": str(a + b), "completion": demonstration(column_sums(a, b), a + b)}
-        for a, b in problems
+        for a, b in choose_split(problems, 1000, split, seed)
     ]
+
+
+def choose_split(problems: list, held_out: int, split: str, seed: int) -> list:
+    """Return the first problems, which are held out, for "test", or the others, in an order of the seed."""
+    if split not in ("train", "test"):
+        raise ValueError(f"split={split}: built-in problems have the splits train and test")
+    chosen = problems[held_out:] if split == "train" else problems[:held_out]
+    random.Random(seed).shuffle(chosen)
+    return chosen
 
 
 def column_sums(a: int, b: int) -> str:
@@ -213,51 +228,33 @@ def special_token_pattern(tokenizer, version: tuple) -> re.Pattern:
 # ---- reading and validation --------------------------------------------------------------------------------
 
 
-def read_source(
-    source: str | Sequence, split: str, seed: int, columns: dict[str, str]
-) -> Iterator[tuple[str, dict]]:
-    """Return rows that have prompt, answer and completion, each in a pair with "source: line n"."""
+def read_source(source: str | Sequence, split: str, seed: int, columns: dict[str, str]) -> Iterable[dict]:
+    """Return rows that have prompt, answer and completion."""
     if not isinstance(source, str):
-        rows = number_rows("dataset", require_sequence(source))
+        rows = source
     elif source == "arithmetic":
-        return number_rows(source, arithmetic(split, seed))
+        return arithmetic(split, seed)
     elif source.endswith(".jsonl"):
         rows = read_json_lines(source)
     else:
         raise ValueError(
             f"{source}: neither a .jsonl file nor arithmetic; for other files, hubs and tasks: from sources "
             "import load_examples")
-    return ((where, choose_columns(row, where, columns)) for where, row in rows)
+    return (choose_columns(row, columns) for row in rows)
 
 
-def number_rows(name: str, rows: Iterable) -> Iterator[tuple[str, dict]]:
-    """Return rows, each in a pair with "name: example n"."""
-    return ((f"{name}: example {number}", row) for number, row in enumerate(rows, start=1))
-
-
-def require_sequence(rows) -> Sequence:
-    """Return the rows. Raises ValueError for a dict of splits, and for rows that can be read only once."""
-    if hasattr(rows, "keys") or not hasattr(rows, "__getitem__"):                # a DataFrame has keys too
-        kind = f"a {type(rows).__name__}: choose a split, or pass a list of dicts"
-        raise ValueError(f"dataset: must be a list of examples or a datasets.Dataset, not {kind}")
-    return rows
-
-
-def read_json_lines(path: str) -> Iterator[tuple[str, dict]]:
-    """Yield the objects in a .jsonl file, each in a pair with "path: line n". Raises ValueError."""
+def read_json_lines(path: str) -> list:
+    """Return the values in a .jsonl file. Raises ValueError, which names the line."""
     if not Path(path).is_file():
         raise ValueError(f"{path}: no such file")
+    rows = []
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
-            where = f"{path}: line {number}"
             try:
-                row = parse_json(line) if line.strip() else None
+                rows += [parse_json(line)] if line.strip() else []
             except ValueError as error:
-                raise ValueError(f"{where} is not JSON: {error}; correct it") from None
-            if isinstance(row, dict):
-                yield where, row
-            elif line.strip():
-                raise ValueError(f'{where} is not an object such as {{"prompt": "...", "answer": "..."}}')
+                raise ValueError(f"{path}: line {number} is not JSON: {error}; correct it") from None
+    return rows
 
 
 def parse_json(content: bytes):
@@ -271,91 +268,92 @@ def parse_json(content: bytes):
     return value
 
 
-def choose_columns(row, where: str, columns: dict[str, str]) -> dict:
+def choose_columns(row, columns: dict[str, str]) -> dict:
     """Return a row with prompt, answer and completion under these names: the named column, else the first of
     COLUMNS with a value. A field of an object can be named as a path: reward_model.ground_truth.
     """
-    row = dict(row) if isinstance(row, Mapping) else {"prompt": row}
-    template = columns.get("prompt", "")
-    if BRACES.search(template) and row.keys() >= set(BRACES.findall(template)):
-        texts = {name: "" if value is None else str(value) for name, value in row.items()}
-        row["prompt"] = BRACES.sub(lambda match: texts[match[1]], template)
-        columns = columns | {"prompt": "prompt"}
-    found = {}
+    row, found = dict(row) if isinstance(row, Mapping) else {"prompt": row}, {}
+    names = f"the row has columns {', '.join(row) or 'none'}"
     for name, candidates in COLUMNS.items():
         chosen = columns.get(name)
         if chosen and chosen not in row and cell(row, chosen) is None:
-            raise ValueError(f"--{name}_column={chosen}: {where} has columns {', '.join(row) or 'none'}")
+            raise ValueError(f"--{name}_column={chosen}: {names}")
         free = (c for c in candidates if c not in columns.values() and row.get(c) is not None)
         if column := chosen or next(free, None):
             found[name] = cell(row, column)
     if "prompt" not in found:
         raise ValueError(
-            f"{where} has columns {', '.join(row) or 'none'}; it needs a value in one of "
-            f"{', '.join(COLUMNS['prompt'])}, or --prompt_column, a name or a text such as "
-            f"'... {{{'} ... {'.join(row)}}}'")
+            f"{names}; it needs a value in one of {', '.join(COLUMNS['prompt'])}, or --prompt_column, a name "
+            f"or a text such as '... {{{'} ... {'.join(row)}}}'")
     return row | found
 
 
 def cell(row: dict, column: str):
-    """Return the value in a column, or in a field of an object: "a.b" of {"a": {"b": 1}}; else None.
-
-    Arrays and tensors become lists and numbers.
+    """Return the value in a column; else that in a field of an object, "a.b" of {"a": {"b": 1}}; else a text
+    whose columns in braces are filled in; else None. Arrays and tensors become lists and numbers.
     """
+    used = BRACES.findall(column)
+    if used and column not in row and row.keys() >= set(used):
+        return BRACES.sub(lambda match: "" if row[match[1]] is None else str(row[match[1]]), column)
     head, _, field = column.partition(".")
     inside = row.get(head) if field and column not in row else None
     value = cell(inside, field) if isinstance(inside, Mapping) else row.get(column)
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-def normalize_example(example: dict, where: str) -> dict:
+def normalize_example(example: dict) -> dict:
     """Validate an example, and give its columns the types that the program reads.
 
         prompt      text or chat messages; the assistant's last message becomes the completion
         completion  text, or the messages of a conversation
         answer      text, a list or a dict: 72 becomes "72", an array its elements
     """
-    prompt, last_turn = split_prompt(example["prompt"], where)
+    prompt, last_turn = split_prompt(example["prompt"])
     completion, answer = example.get("completion"), example.get("answer")
-    if last_turn and completion not in (None, last_turn["content"]):
-        raise ValueError(f"{where}: a completion, and a prompt that ends with one; leave one out")
     example = example | {"prompt": prompt}
-    completion = last_turn["content"] if last_turn else completion
+    if last_turn:
+        if completion not in (None, last_turn["content"]):
+            raise ValueError("a completion, and a prompt that ends with one; leave one out")
+        completion = last_turn["content"]
     if completion is not None:
-        example["completion"] = read_completion(completion, where)
+        example["completion"] = read_completion(completion)
     if answer is not None and not isinstance(answer, str | dict):
         example["answer"] = list(answer) if hasattr(answer, "__iter__") else str(answer)
     return example
 
 
-def split_prompt(prompt, where: str) -> tuple[str | list[dict], dict | None]:
+def split_prompt(prompt) -> tuple[str | list[dict], dict | None]:
     """Return a prompt, and the assistant's turn that chat messages end with: a demonstration."""
     last_turn = None
     if isinstance(prompt, list):
         if not all(isinstance(message, dict) and {"role", "content"} <= message.keys() for message in prompt):
-            raise ValueError(f'{where}: chat messages must look like {{"role": "user", "content": "..."}}')
+            raise ValueError('chat messages must look like {"role": "user", "content": "..."}')
         if prompt and prompt[-1]["role"] == "assistant":
             *prompt, last_turn = prompt
     elif not isinstance(prompt, str):
         kind = type(prompt).__name__
-        raise ValueError(f"{where}: the prompt must be text or chat messages, not {kind}: {prompt!r}")
+        raise ValueError(f"the prompt must be text or chat messages, not {kind}: {prompt!r}")
     if not prompt or (isinstance(prompt, str) and not prompt.strip()):
-        raise ValueError(f"{where}: the prompt is empty")
+        raise ValueError("the prompt is empty")
     return prompt, last_turn
 
 
-def read_completion(completion, where: str) -> str | list[dict] | None:
+def read_completion(completion) -> str | list[dict] | None:
     """Return a completion: text, also of an assistant's message alone, or the messages of a conversation."""
     match completion:
-        case [{"content": content}]:                      # a message
-            completion = content
-    match completion:
-        case [{"text": str()}, *_] if all(isinstance(part, dict) and "text" in part for part in completion):
-            completion = "".join(str(part["text"]) for part in completion)
-    if completion is None or isinstance(completion, str) or is_alternating(completion):
+        case str():
+            return completion
+        case [{"content": str() | [{"text": str()}, *_] as content}]:            # a message, its parts
+            return "".join(texts_of(content))
+        case [{"text": str()}, *_]:
+            return "".join(texts_of(completion))
+        case [{"content": None}]:
+            return None
+    if is_alternating(completion):
         return completion
-    expected = "text, an assistant's message, or such messages with others between them"
-    raise ValueError(f"{where}: the completion must be {expected}, not {completion!r}")
+    raise ValueError(
+        "the completion must be text, an assistant's message, or such messages with others between them, "
+        f"not {completion!r}")
 
 
 def is_alternating(messages) -> bool:

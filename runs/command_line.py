@@ -14,7 +14,7 @@ from typing import get_args, get_origin
 
 from config import DEFAULTS, FLAGS, Config, validate_functions
 from sources.foreign_names import explain_unknown
-from sources.settings import complete, read_settings, refuse_foreign_code
+from sources.settings import complete, read_settings
 
 DESCRIPTION = """\
 Train a language model with GRPO or supervised fine-tuning.
@@ -125,11 +125,11 @@ def run_train() -> None:
 def parse_config(argv: list[str]) -> Config:
     """Return the configuration of a command line. Raises ValueError, one line."""
     is_file = argv and not argv[0].startswith("-") and "=" not in Path(argv[0]).name
-    settings, words = (read_settings(Path(argv[0])), argv[1:]) if is_file else ({}, argv)
+    words = argv[1:] if is_file else argv
     flags = vars(build_parser(show_all="--help_all" in words).parse_all(words))
-    if is_file and Path(argv[0]).name == "config.json":   # of a run, which another user may have written
-        refuse_foreign_code(Path(argv[0]), settings, flags)
-    flags = complete(settings | flags)
+    if is_file:
+        flags = read_settings(Path(argv[0]), flags) | flags
+    flags = complete(flags)
     if unknown := [name for name in flags if name not in FLAGS]:                 # of a file
         raise ValueError(explain_unknown(unknown, FLAGS))
     config = Config.of(**flags)

@@ -16,12 +16,12 @@ ANSWER_FIRST = re.compile(rf"[$ *]*({BOX.pattern}|(the )?(final )?answer\b)", re
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant"}
 
 
-def as_published(row, where: str, columns: dict[str, str]) -> dict:
+def as_published(row, columns: dict[str, str]) -> dict:
     """Return a row as data.choose_columns does, with its prompt and its answer taken from these forms.
 
     A prompt made of a text with columns in braces is complete.
     """
-    row = choose_columns(row, where, columns)
+    row = choose_columns(row, columns)
     if not BRACES.search(columns.get("prompt", "")):
         row["prompt"] = complete_prompt(row["prompt"], row)
     for name, column in ("numbers", "nums"), ("tests", "test_list"):             # Countdown, MBPP
@@ -30,10 +30,12 @@ def as_published(row, where: str, columns: dict[str, str]) -> dict:
     choices, answer = text_choices(row), row.get("answer")
     if isinstance(answer, str | int | float):
         row["answer"], reasoning = split_answer(answer, list(choices))
-        _, last_turn = split_prompt(row["prompt"], where)
+        _, last_turn = split_prompt(row["prompt"])
         if reasoning and not row.get("completion") and not last_turn:
             row["completion"] = demonstration(reasoning, row["answer"])
-    return row | ({"choices": list(choices.values())} if choices else {})
+    if choices:
+        row["choices"] = list(choices.values())
+    return row
 
 
 def complete_prompt(prompt, row: dict):

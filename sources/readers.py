@@ -2,11 +2,12 @@
 Readers of files, the Hugging Face hub, TensorFlow Datasets and Kaggle.
 """
 
+import csv
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from data import number_rows, parse_json, read_json_lines, require_sequence
+from data import parse_json, read_json_lines
 from engine.errors import first_line
 from sources import GYM
 from sources.published_forms import as_published
@@ -14,12 +15,9 @@ from sources.tasks import PROBLEMS
 
 SUFFIXES = ".jsonl", ".json", ".csv", ".parquet"
 OTHER_SPLITS = "other splits: --train_split, --eval_dataset and --eval_split, or --eval_limit 0"
-CSV_AS_TEXT = dict(encoding="utf-8-sig", na_filter=False, converters=dict.fromkeys(range(10_000), str))
 
 
-def read_rows(
-    source: str | Sequence, split: str, seed: int, columns: dict[str, str]
-) -> Iterator[tuple[str, dict]]:
+def read_rows(source: str | Sequence, split: str, seed: int, columns: dict[str, str]) -> Iterable[dict]:
     """Return rows as data.read_source does, from more sources and in the forms of published data sets.
 
     source   also a .json, .csv or .parquet file; an id on the Hugging Face hub such as "openai/gsm8k:main"
@@ -28,65 +26,59 @@ def read_rows(
     split    also another one of a hub, or a part of it such as "train[:90%]"
     """
     if not isinstance(source, str):
-        rows = number_rows("dataset", require_sequence(source))
+        rows = source
     elif source in PROBLEMS:
-        if split not in ("train", "test"):
-            raise ValueError(f"{source}: there is no split {split}; it has train and test")
-        return number_rows(source, PROBLEMS[source](split, seed))
+        return PROBLEMS[source](split, seed)
     elif source.startswith(GYM):
         from sources.gym_tasks import gym_examples        # here: for these tasks alone
 
-        return number_rows(source, gym_examples(source, split, seed))
+        return gym_examples(source, split, seed)
     elif source.startswith("tfds:"):
-        rows = number_rows(source, read_tfds(source.removeprefix("tfds:"), split))
+        rows = read_tfds(source, split)
     elif source.startswith("kaggle:"):
-        rows = read_file(download_from_kaggle(source.removeprefix("kaggle:")))
+        rows = read_file(download_from_kaggle(source))
     elif Path(source).suffix in SUFFIXES:
-        rows = read_file(Path(source))
+        rows = read_file(source)
     else:
-        rows = number_rows(source, read_hub(source, split))
-    return ((where, as_published(row, where, columns)) for where, row in rows)
+        rows = read_hub(source, split)
+    return (as_published(row, columns) for row in rows)
 
 
-def read_file(path: Path) -> Iterator[tuple[str, dict]]:
-    """Return the rows of a data file, each in a pair with where it is."""
-    if path.suffix == ".jsonl":
-        return read_json_lines(str(path))
-    if not path.is_file():
-        raise ValueError(f"{path}: no such file")
-    return number_rows(str(path), read_json(path) if path.suffix == ".json" else read_table(path))
-
-
-def read_json(path: Path) -> list:
-    """Return the rows of a .json file: a list, or that in {"prompts": [...]}."""
+def read_file(path: str) -> list:
+    """Return the rows of a data file."""
+    suffix = Path(path).suffix
+    if suffix == ".jsonl":
+        return read_json_lines(path)
     try:
-        content = parse_json(path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{path}: not JSON: {error}") from None
+        return {".json": read_json, ".csv": read_csv, ".parquet": read_parquet}[suffix](path)
+    except Exception as error:
+        raise ValueError(f"{path}: cannot be read as {suffix}: {first_line(error)}") from None
+
+
+def read_json(path: str) -> list:
+    """Return the rows of a .json file: a list, or that in {"prompts": [...]}."""
+    content = parse_json(Path(path).read_bytes())
     rows = content.get("prompts") if isinstance(content, dict) else content
     if not isinstance(rows, list):
-        raise ValueError(f'{path}: must hold a list of examples, or {{"prompts": [...]}}')
+        raise ValueError('it must hold a list of examples, or {"prompts": [...]}')
     return rows
 
 
-def read_table(path: Path) -> Iterable[dict]:
-    """Return the rows of a .csv or .parquet file; cells of .csv are text as it stands: not 7 for 007."""
-    import datasets  # slow to import
+def read_csv(path: str) -> list[dict]:
+    """Return the rows of a .csv file. A cell is text as it stands, 007 and not 7, or None if it is empty."""
+    csv.field_size_limit(2**31 - 1)                       # of a cell, in place of 131072
+    with open(path, encoding="utf-8-sig", newline="") as file:
+        rows = list(csv.DictReader(file, strict=True))
+    if any(None in row for row in rows):
+        raise ValueError("a row has more cells than the header; put cells with a comma in quotes")
+    return [{name: text or None for name, text in row.items()} for row in rows]
 
-    datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)     # errors are reported below, in one line
-    kind = path.suffix[1:]
-    options = CSV_AS_TEXT if kind == "csv" else {}
-    try:
-        rows = datasets.load_dataset(kind, data_files=str(path), split="train", **options)
-    except Exception as error:
-        reason = first_line(error.__cause__ or error)
-        raise ValueError(f"{path}: cannot be read as {kind}: {reason}") from None
-    if any(name.startswith("__index_level_") for name in rows.column_names):
-        raise ValueError(f"{path}: rows have more cells than the header; put cells with a comma in quotes")
-    if kind == "csv":
-        return ({name: text or None for name, text in row.items()} for row in rows)
-    return rows
+
+def read_parquet(path: str) -> list[dict]:
+    """Return the rows of a .parquet file."""
+    import pyarrow.parquet  # slow to import; `datasets` requires it
+
+    return pyarrow.parquet.read_table(path).to_pylist()
 
 
 def read_hub(source: str, split: str) -> Sequence[dict]:
@@ -104,7 +96,7 @@ def read_hub(source: str, split: str) -> Sequence[dict]:
         raise ValueError(f"{source}: {kinds}, {reason}") from None
 
 
-def read_tfds(name: str, split: str) -> Iterable[dict]:
+def read_tfds(source: str, split: str) -> Iterable[dict]:
     """Return a split of a data set of TensorFlow Datasets, prepared in its folder on first use."""
     def as_json_value(value):                             # of numpy, or bytes
         return value.tolist() if hasattr(value, "tolist") else value.decode("utf-8", errors="replace")
@@ -115,27 +107,27 @@ def read_tfds(name: str, split: str) -> Iterable[dict]:
         # not installed, so the group of text data sets is imported explicitly.
         import tensorflow_datasets.text
 
-        rows = tfds.data_source(name, split=split)
+        rows = tfds.data_source(source.removeprefix("tfds:"), split=split)
     except Exception as error:
         raise ValueError(
-            f"tfds:{name}: TensorFlow Datasets answers: {first_line(error)}; it needs pip install "
+            f"{source}: TensorFlow Datasets answers: {first_line(error)}; it needs pip install "
             f"tensorflow_datasets array_record importlib_resources; {OTHER_SPLITS}"
         ) from None
     return (json.loads(json.dumps(row, default=as_json_value)) for row in rows)
 
 
-def download_from_kaggle(name: str) -> Path:
-    """Return the path of a file of a Kaggle data set in kagglehub's cache; name is owner/name/file.csv."""
-    owner, dataset, file = [*name.split("/", 2), "", ""][:3]
+def download_from_kaggle(source: str) -> str:
+    """Return the path of a file of kaggle:owner/name/file in kagglehub's cache."""
+    owner, dataset, file = [*source.removeprefix("kaggle:").split("/", 2), "", ""][:3]
     if Path(file).suffix not in SUFFIXES:
         endings = ", ".join(SUFFIXES)
-        raise ValueError(f"kaggle:{name}: write kaggle:owner/name/file, with a file ending in {endings}")
+        raise ValueError(f"{source}: write kaggle:owner/name/file, with a file ending in {endings}")
     try:
         import kagglehub
 
-        return Path(kagglehub.dataset_download(f"{owner}/{dataset}", path=file))
+        return kagglehub.dataset_download(f"{owner}/{dataset}", path=file)
     except Exception as error:
         raise ValueError(
-            f"kaggle:{name}: Kaggle answers: {first_line(error)}; it needs pip install kagglehub, and for "
-            "private data sets ~/.kaggle/kaggle.json or KAGGLE_USERNAME and KAGGLE_KEY"
+            f"{source}: Kaggle answers: {first_line(error)}; it needs pip install kagglehub, and for private "
+            "data sets ~/.kaggle/kaggle.json or KAGGLE_USERNAME and KAGGLE_KEY"
         ) from None

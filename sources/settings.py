@@ -11,8 +11,12 @@ from data import parse_json
 from sources import GYM
 
 
-def read_settings(path: Path) -> dict[str, Any]:
-    """Read a JSON file of settings as {name: value}, without its sections. Raises ValueError, one line."""
+def read_settings(path: Path, given: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Read a JSON file of settings as {name: value}, without its sections. Raises ValueError, one line.
+
+    given  flags that override it. With them, the config.json of another user may name code only if they name
+           it too: without this, to resume a run in a shared folder would run any file that it names.
+    """
     try:
         settings = parse_json(path.read_bytes())
     except (OSError, ValueError) as error:
@@ -23,36 +27,31 @@ def read_settings(path: Path) -> dict[str, Any]:
     for name, value in settings.items():
         is_section = isinstance(value, dict) and name not in ("chat_template_kwargs", "loss_options")
         flat |= value if is_section else {name: value}
+    if given is not None and path.name == "config.json" and path.stat().st_uid != os.getuid():
+        refuse_foreign_code(path, {name: value for name, value in flat.items() if name not in given})
     return {name: value for name, value in flat.items() if CONSTANT.get(name) != value}
 
 
-def refuse_foreign_code(file: Path, saved: dict[str, Any], given: dict[str, Any]) -> None:
-    """Raise ValueError if the settings in a file of another user run code that is not given again.
-
-    Without this, to resume a run in a shared folder would run any file that its config.json names.
-    """
-    if file.stat().st_uid == os.getuid():
-        return
+def refuse_foreign_code(path: Path, settings: dict[str, Any]) -> None:
+    """Raise ValueError if settings run code, with the flags to give again."""
     again = []
     for name in "reward_functions", "environment", "trust_remote_code":
-        words = saved.get(name) if isinstance(saved.get(name), list) else [saved.get(name, "")]
-        paths = [word for word in map(str, words) if ":" in word and not word.startswith("python:")]
-        if name not in given and (paths or words == [True]):
-            again.append(f"--{name} {' '.join(map(str, words))}")
+        value = settings.get(name, "")
+        words = list(map(str, value if isinstance(value, list) else [value]))
+        if value is True or any(":" in word and not word.startswith("python:") for word in words):
+            again.append(f"--{name} {' '.join(words)}")
     if again:
         raise ValueError(
-            f"{file}: is of another user, and names code; if you trust it, give again {' '.join(again)}")
+            f"{path}: is of another user, and names code; if you trust it, give again {' '.join(again)}")
 
 
 def complete(flags: dict[str, Any]) -> dict[str, Any]:
     """Return flags with what they imply on a command line: the settings of a resumed run, or a profile."""
-    run = Path(flags["output_dir"]) if flags.get("resume") and flags.get("output_dir") else None
-    if run and not (run / "config.json").exists():
-        raise ValueError(f"--output_dir={run}: there is no run in it to resume")
-    if run:
-        saved = read_settings(run / "config.json")
-        refuse_foreign_code(run / "config.json", saved, flags)
-        return saved | flags
+    if flags.get("resume") and flags.get("output_dir"):
+        file = Path(flags["output_dir"]) / "config.json"
+        if not file.exists():
+            raise ValueError(f"--output_dir={file.parent}: there is no run in it to resume")
+        return read_settings(file, flags) | flags
     profile = flags.get("profile", "")
     if not profile and not flags.get("model_path"):
         profile = "demo" if flags.get("use_grpo") else "demo_supervised"

@@ -8,7 +8,7 @@ data.py. The seed never changes which problems are held out for testing.
 
 import random
 
-from data import arithmetic, demonstration
+from data import arithmetic, choose_split, demonstration
 
 
 def countdown_problems(split: str, seed: int) -> list[dict]:
@@ -27,9 +27,7 @@ def countdown_problems(split: str, seed: int) -> list[dict]:
                 "prompt": f"Make {target} from {', '.join(map(str, numbers))} with + - * /, each once.",
                 "numbers": numbers, "target": target, "completion": demonstration(steps, expression),
             })
-    chosen = list(problems.values())[1000:] if split == "train" else list(problems.values())[:1000]
-    random.Random(seed).shuffle(chosen)
-    return chosen
+    return choose_split(list(problems.values()), 1000, split, seed)
 
 
 def random_expression(numbers: list[int], generator: random.Random) -> tuple[str, str, int]:
@@ -54,12 +52,11 @@ def guess_letter_games(split: str, seed: int) -> list[dict]:
     alphabet = "abcdefghijklmnopqrstuvwxyz"
     ranges = [alphabet[low : low + size] for size in range(8, 17) for low in range(len(alphabet) - size + 1)]
     random.Random("which ranges are held out").shuffle(ranges)
-    ranges = ranges[27:] if split == "train" else ranges[:27]
     problems = [(span, letter) for span in ranges for letter in span]
-    random.Random(seed).shuffle(problems)
+    held_out = sum(map(len, ranges[:27]))
     return [
         {"prompt": f"{span[0]}-{span[-1]}?", "answer": letter, "completion": random_guesses(span, letter)}
-        for span, letter in problems
+        for span, letter in choose_split(problems, held_out, split, seed)
     ]
 
 

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from config import Config
-from data import as_messages, encode_prompt, without_special_tokens
+from data import COLUMNS, as_messages, encode_prompt, without_special_tokens
 from environments.messages import encode_turns
 from sources import load_examples
 from sources.batches import prompt_key
@@ -23,7 +23,8 @@ def load_data(
     Held-out prompts are removed from the training examples, also if they differ in white space or case.
     """
     data_config, limit = config.data, config.data.eval_limit
-    options = dict(seed=config.training.seed, columns=data_config.columns)
+    columns = {name: getattr(data_config, f"{name}_column") for name in COLUMNS}
+    options = dict(seed=config.training.seed, columns=columns)
     source = data_config.dataset if dataset is None else dataset
     held_out_source = (data_config.eval_dataset or None) if eval_dataset is None else eval_dataset
     if held_out_source is None and isinstance(source, str) and Path(source).suffix not in SUFFIXES:
@@ -47,20 +48,16 @@ def load_data(
 
 
 def instructed(example: dict, instruction: str) -> dict:
-    """Return an example with an instruction in its prompt."""
-    return example | {"prompt": with_instruction(example["prompt"], instruction)}
-
-
-def with_instruction(prompt: str | list[dict], instruction: str) -> str | list[dict]:
-    """Put an instruction before a prompt, or into the first message of a conversation."""
+    """Return an example with an instruction before its prompt, or in the first message of a conversation."""
+    prompt = example["prompt"]
     if not instruction:
-        return prompt
+        return example
     if isinstance(prompt, str):
-        return f"{instruction}\n{prompt}"
+        return example | {"prompt": f"{instruction}\n{prompt}"}
     first, *rest = prompt
     content, part = first["content"], {"type": "text", "text": instruction}
     content = f"{instruction}\n{content}" if isinstance(content, str) else [part, *content]
-    return [first | {"content": content}, *rest]
+    return example | {"prompt": [first | {"content": content}, *rest]}
 
 
 def fit_prompts(

@@ -2,13 +2,13 @@
 
 import dataclasses
 import json
-from typing import get_args
+from pathlib import Path
 
 import pytest
 
 import train
 from config import PROFILES, Config, GRPOConfig, TrainingConfig
-from grpo import CENTERED_BASELINES, LOSSES, Loss
+from grpo import LOSSES, Loss
 from runs import phases
 from runs.command_line import parse_config
 from sources.settings import resumed
@@ -21,12 +21,7 @@ def test_the_defaults_that_others_rely_on():
         generation_top_k=50, normalize_advantages=True, use_kl_penalty=True, kl_penalty_coef=0.01,
     )
     assert {name: getattr(grpo, name) for name in expected} == expected
-
-
-def test_the_choices_are_the_keys_of_the_tables_of_the_formulas():
-    types = GRPOConfig.__annotations__
-    assert get_args(types["loss_type"]) == tuple(LOSSES) and set(CENTERED_BASELINES) < set(get_args(types["baseline"]))
-    assert get_args(types["advantage_scale"])[:2] == ("group", "batch") and "none" not in get_args(types["advantage_scale"])
+    assert grpo.weights == [1.0, 0.2, 0.1] and GRPOConfig(reward_functions=["correctness", "check_numbers"]).weights == [1.0, 1.0]
 
 
 def test_the_help_of_profile_names_every_profile():
@@ -34,16 +29,9 @@ def test_the_help_of_profile_names_every_profile():
     assert all(f" {name}" in help for name in PROFILES)
 
 
-@pytest.mark.parametrize("name,value", [("clip_low", 0.0), ("generation_top_p", 1.0), ("gae_lambda", 1.0), ("num_epochs", 1e6)])
-def test_a_bound_that_is_included_is_accepted(name, value):
-    assert Config.of(**{name: value}).flags[name] == value
-
-
-def test_weights_go_with_functions():
-    assert GRPOConfig().weights == [1.0, 0.2, 0.1]
-    assert GRPOConfig(reward_functions=["correctness", "check_numbers"]).weights == [1.0, 1.0]
-    assert GRPOConfig(reward_functions=["correctness"], reward_weights=[0.5]).weights == [0.5]
-    assert GRPOConfig(use_kl_penalty=False).kl_coef == 0 and GRPOConfig().kl_coef == 0.01
+@pytest.mark.parametrize("name,value", [("clip_low", 0.0), ("generation_top_p", 1.0), ("kl_penalty_coef", 1), ("output_dir", Path("a"))])
+def test_a_bound_is_included_an_int_is_a_float_and_a_path_is_text(name, value):
+    assert Config.of(**{name: value}).flags[name] == (str(value) if name == "output_dir" else value)
 
 
 def test_validate_grpo_setup_requires_a_tokenizer_and_prompts(tokenizer):
@@ -103,7 +91,6 @@ def test_defaults_are_those_of_the_fields_and_a_profile_is_named():
     assert parse_config([]) == Config.from_profile("demo_supervised")
     config = Config.from_profile("conservative", use_grpo=True, num_completions_per_prompt=4, batch_size=4)
     assert (config.grpo.num_completions_per_prompt, config.training.batch_size, config.training.learning_rate) == (4, 4, 1e-6)
-    assert config == parse_config("--use_grpo --profile conservative --num_completions_per_prompt 4 --batch_size 4".split())
     real = parse_config("--use_grpo --model_path some/model".split())
     assert real.training.profile == "" and real.grpo == GRPOConfig(), "no profile for a real model"
 
@@ -149,11 +136,6 @@ def test_settings_of_a_run_are_read_as_data_whatever_they_begin_with(name, value
     for flags in given:
         sections = parse_config(flags).as_dict().values()
         assert [section[name] for section in sections if name in section] == [value], flags
-
-
-def test_an_int_is_a_float_and_a_path_is_text(tmp_path):
-    assert Config.of(output_dir=tmp_path).training.output_dir == str(tmp_path)
-    assert GRPOConfig(kl_penalty_coef=1).kl_coef == 1 and TrainingConfig(output_dir=tmp_path).output_dir == str(tmp_path)
 
 
 def test_incompatible_flags_are_rejected_with_the_values_of_the_profile():

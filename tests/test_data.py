@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 import data
-from data import encode_completion, encode_prompt, normalize_example
+from data import encode_completion, encode_prompt
 from model import byte_tokenizer
 from runs.command_line import parse_config
 from runs.setup import load_data
-from sources.training_data import with_instruction
+from sources.training_data import instructed
 from sources import load_examples
 
 GSM8K = Path(__file__).parents[1] / "../shared/data/gsm8k"
@@ -160,20 +160,12 @@ def test_a_prompt_that_ends_with_the_assistant_has_no_other_completion():
     assert load_examples([{"prompt": prompt, "answer": "so\n#### 2"}]) == [{"prompt": [USER], "completion": "It is", "answer": "2"}]
 
 
-def test_an_instruction_goes_before_the_prompt_or_into_the_first_message():
-    assert with_instruction("q", "do it") == "do it\nq" and with_instruction("q", "") == "q"
-    chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}, {"role": "user", "content": "r"}]
-    parts = [{"type": "text", "text": "q"}]
-    (message,) = with_instruction([{"role": "user", "content": parts}], "do it")
-    assert message["content"] == [{"type": "text", "text": "do it"}, *parts]
-    changed = with_instruction(chat, "do it")
-    assert changed[0]["content"] == "do it\nq" and changed[1:] == chat[1:] and chat[0]["content"] == "q"
-
-
-def test_a_last_turn_without_text_is_not_dropped_beside_a_completion():
-    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None}]
-    with pytest.raises(ValueError, match="leave one out"):
-        normalize_example({"prompt": turns, "completion": "x"}, "here")
+@pytest.mark.parametrize("prompt,instruction,expected", [
+    ("q", "do it", "do it\nq"), ("q", "", "q"), ([USER, ASSISTANT], "do it", [message("user", "do it\n1+1=?"), ASSISTANT]),
+    ([message("user", [{"type": "text", "text": "q"}])], "do it", [message("user", [{"type": "text", "text": t} for t in ("do it", "q")])]),
+])
+def test_an_instruction_goes_before_the_prompt_or_into_the_first_message(prompt, instruction, expected):
+    assert instructed({"prompt": prompt, "level": 1}, instruction) == {"prompt": expected, "level": 1}
 
 
 # ---- data.py alone: sources/ reads what it refuses ------------------------------------------------------------------
@@ -182,8 +174,8 @@ ROW = {"question": "2+2?", "answer": 4}
 
 
 @pytest.mark.parametrize("line,message", [
-    ('{"prompt": ', "line 3 is not JSON: .*; correct it"), ("[1]", "line 3 is not an object such as .*"),
-    ('{"text": "a"}', "line 3 has columns text; it needs a value in one of prompt, question, .*"),
+    ('{"prompt": ', "line 3 is not JSON: .*; correct it"), ("5", "example 2: the prompt must be text or chat messages, not int: 5"),
+    ('{"text": "a", "prompt": null}', "example 2: the row has columns text, prompt; it needs a value in one of prompt, question, .*"),
     ('{"prompt": "\\ud800"}', "line 3 is not JSON: .*surrogates.*"),
 ])
 def test_a_line_that_is_no_example_is_named(tmp_path, line, message):
@@ -207,7 +199,7 @@ def test_a_source_that_the_core_does_not_read_is_refused(source, message):
 def test_sums_lists_and_json_lines_are_examples(tmp_path):
     sums = data.load_examples("arithmetic", "test", limit=2)
     assert [eval(row["prompt"].removesuffix("=?")) for row in sums] == [int(row["answer"]) for row in sums] and len(sums) == 2
-    with pytest.raises(ValueError, match="arithmetic: there is no split dev; it has train and test"):
+    with pytest.raises(ValueError, match="split=dev: built-in problems have the splits train and test"):
         data.load_examples("arithmetic", "dev")
     assert data.load_examples(["a", {"prompt": "b", "nums": [1]}]) == [{"prompt": "a"}, {"prompt": "b", "nums": [1]}]
     path = write_lines(tmp_path / "data.jsonl", [ROW, ROW])

@@ -257,7 +257,7 @@ def test_a_report_of_several_runs_compares_them(monkeypatch, capsys):
     ("--question q --max_turns 3", "no environment continues the conversation"),
     ("--question q --precision float8", "--precision=float8: choose one of"),
     ("--evaluate arithmetic --samples 0", "--samples=0: must be at least 1"),
-    ("--evaluate arithmetic --split foo", "arithmetic: there is no split foo; it has train and test"),
+    ("--evaluate arithmetic --split foo", "split=foo: built-in problems have the splits train and test"),
     ("--evaluate arithmetic --json {tmp}/no/such.json", "No such file or directory: '.*/no/such.json'"),
     ("--evaluate {tmp}/bare.jsonl --json {tmp}/link.jsonl", "link.jsonl: is the file of the problems"),
     ("--evaluate {tmp}/bare.jsonl", "no example has an answer; name its column with --answer_column, or --reward_functions that need none"),
@@ -265,7 +265,7 @@ def test_a_report_of_several_runs_compares_them(monkeypatch, capsys):
     ("--evaluate {tmp}/object.jsonl", "the answers in .*object.jsonl are objects; name a field: --answer_column answer.truth"),
     ("--evaluate {tmp}/bare.jsonl --environment {tmp}/mine.py:respond --max_turns 2 --json x", "mine.py:respond: needs the column level"),
     ("--evaluate arithmetic --reward_functions {tmp}/mine.py:f {tmp}/other.py:f", "two have the name"),
-    ("--evaluate arithmetic --reward_functions countdown --reward_weights 1 2", "2 weights for 1 reward functions, countdown"),
+    ("--evaluate arithmetic --reward_functions countdown --reward_weights 1 2", "2 weights for 1 reward functions; give one for each"),
 ])
 def test_mistakes_are_one_line_before_a_model_is_loaded(tmp_path, monkeypatch, flags, message):
     bare = write_lines(tmp_path / "bare.jsonl", [{"prompt": "a"}, {"prompt": "b", "answer": " "}])

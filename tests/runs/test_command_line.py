@@ -10,7 +10,7 @@ from forked import Program
 
 import infer
 import train
-from config import FLAGS, PROFILES, GRPOConfig
+from config import FLAGS, PROFILES
 from runs import setup
 from runs.command_line import COMMON, parse_config
 
@@ -18,8 +18,8 @@ from runs.command_line import COMMON, parse_config
 @pytest.mark.parametrize("program,typed", [("train.py", ["--learning-rat", "1"]), ("infer.py", ["--envronment", "x"])])
 def test_a_mistyped_flag_of_a_program_is_one_line(program, typed):
     process = Program(program, *typed)
-    _, error = process.communicate(timeout=60)
-    assert process.returncode == 2 and re.fullmatch(rf"{program}: error: --\w+: unknown flag; did you mean --\w+\?\n", error)
+    process.wait(60)
+    assert process.returncode == 2 and re.fullmatch(rf"{program}: error: --\w+: unknown flag; did you mean --\w+\?\n", process.stderr)
 
 
 @pytest.mark.parametrize("program,parse,flag,names", [
@@ -53,8 +53,6 @@ def test_profile_then_file_then_flags(tmp_path):
     config = parse_config([str(file), "--seed", "6"])
     assert config.training.profile == "demo" and config.grpo.generation_max_length == PROFILES["demo"]["generation_max_length"]
     assert (config.training.batch_size, config.training.seed) == (7, 6) and config.grpo.reward_functions == ["correctness"]
-    assert parse_config(["--use_grpo", "--profile", "balanced"]).grpo.num_completions_per_prompt == 16
-    assert parse_config(["--use_grpo", "--model_path", "some/model"]).grpo == GRPOConfig(), "no profile for a real model"
 
 
 @pytest.mark.parametrize("weight", ["-5e-05", "-1E3", "-.5", "-2"])
@@ -73,20 +71,17 @@ FILES = {
 MISTAKES = [                    # flags of train.py behind --use_grpo, and what the one line matches
     # words that are no flags, and values that are none
     ("--seed 1 2", "2: unknown flag; see --help"),
-    ("--seed 1 settings.json", "settings.json: unknown flag; see --help"),
     ("--explain", "--explain: unknown flag; here `python -m analysis.explain`"),
     ("--seed x", "--seed.*'x'"),
     ("--use_grpo maybe", "--use_grpo: invalid true_or_false value: 'maybe'"),
     ("--loss_type ppo", "--loss_type=ppo: choose one of dapo, grpo"),
-    ("--long_prompts truncate", "--long_prompts=truncate: choose one of error, drop"),
     ("--profile experimental", "--profile=experimental: choose one of demo, guess_letter"),
-    ("--max_steps -1", "--max_steps=-1: must be at least 0"),
     ("--generation_top_p 0", "--generation_top_p=0.0: must be above 0 and at most 1 .keep the most likely"),
     ("--clip_low 1", "--clip_low=1.0: must be at least 0 and below 1"),
     ("--gae_lambda nan", "--gae_lambda=nan: must be at least 0 and at most 1"),
     ("--reward_weights 1 inf 0", "--reward_weights=inf: must be a number of at most"),
+    ("--chat_template_kwargs {", "--chat_template_kwargs={: must be a JSON object"),
     ("--chat_template_kwargs [1]", "--chat_template_kwargs=.*must be a JSON object of the template's own variables"),
-    ('--chat_template_kwargs {"tokenize":true}', "--chat_template_kwargs=.*must be a JSON object"),
     # flags that do not fit together
     ("--max_turns 3", "--max_turns=3: no environment continues the conversation"),
     ("--environment calculator", "--environment=calculator: with --max_turns=1"),
@@ -100,11 +95,9 @@ MISTAKES = [                    # flags of train.py behind --use_grpo, and what 
     ("--importance_cap 0.5", "--importance_cap=0.5: .*choose from 1 up"),
     ("--loss_type cispo --loss_options dual_clip=3", "--loss_options=dual_clip=3: cispo takes off_policy_limit from 0 to inf"),
     ("--loss_options dual_clip=0.9", "--loss_options=dual_clip=0.9: dapo takes dual_clip from 1 to inf"),
-    ("--loss_options dual_clip", "--loss_options=dual_clip: dapo takes dual_clip from 1"),
     ("--loss_type reinforce --minibatch_size 64", "--loss_type=reinforce: .*of 4 updates"),
     ("--use_value_head --baseline group_median", "--baseline=group_median: .*takes the value"),
     ("--use_value_head --dynamic_sampling 2", "--dynamic_sampling=2: .*equal rewards too"),
-    ("--reward_timeout 1e-9", "--reward_timeout=1e-09: at least 0.001 seconds"),
     ("--generation_temperature 0", "--generation_temperature=0.0: all completions of a prompt would be equal"),
     ("--resume --output_dir=", "--resume: needs --output_dir"),
     # settings files

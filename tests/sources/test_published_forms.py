@@ -1,7 +1,5 @@
-"""
-Eight data sets in the form in which they are published: the columns, types and notation of their cards, with sentences of our own.
-Seven are read as they are; Countdown has no prompt and needs one flag, as does supervised training on UltraChat.
-"""
+"""Data sets in the form in which they are published: columns, types and notation of their cards, with sentences of our own."""
+
 
 import numpy as np
 import pytest
@@ -29,76 +27,30 @@ def tagged(reasoning, answer):
     return f"<reasoning>{reasoning}</reasoning><answer>{answer}</answer>"
 
 
-NUMBERS = range(2, 7)
-GSM8K = [  # openai/gsm8k
-    {"question": f"A box holds {n},000 pens. How many do two boxes hold?", "answer": f"2*{n},000=<<2*{n}000={2 * n}000>>{2 * n},000.\n#### {2 * n},000"}
-    for n in NUMBERS
-]
-MATH = [  # hendrycks/competition_mathematics, and its copies
-    {"problem": f"Solve ${n}x = 1$.", "level": "Level 1", "type": "Algebra",
-     "solution": f"Divide by \\boxed{{{n}}}. We get $x = \\boxed{{\\frac{{1}}{{{n}}}}}$."}
-    for n in NUMBERS
-]
-DEEPMATH = [  # zwhe99/DeepMath-103K
-    {"question": f"What is the derivative of $x^{n}$?", "final_answer": f"{n}x^{{{n - 1}}}", "difficulty": 2.0, "topic": "Calculus",
-     "r1_solution_1": "The power rule.", "r1_solution_2": "By hand.", "r1_solution_3": "By limits."}
-    for n in NUMBERS
-]
+ULTRACHAT = [{  # HuggingFaceH4/ultrachat_200k
+    "prompt": "Tell me things.",
+    "messages": [user("Tell me things."), assistant("First, ..."), user("And?"), assistant("No more.")]}]
+COUNTDOWN = [{"target": n * 3 + 4, "nums": [n, 3, 4]} for n in (2, 6)]           # Jiayi-Pan/Countdown-Tasks-3to4
+SHAREGPT = [{"from": "system", "value": "Be brief."}, {"from": "human", "value": "Count."}, {"from": "gpt", "value": "One."}]
 
 
-COUNTDOWN = [{"target": n * 3 + 4, "nums": [n, 3, 4]} for n in NUMBERS]          # Jiayi-Pan/Countdown-Tasks-3to4
-ALPACA = [  # tatsu-lab/alpaca
-    {"instruction": "Translate into French.", "input": text, "output": "Bonjour.",
-     "text": "Below is an instruction that describes a task. ..."}
-    for text in ("Hello.", "", "Good day.", "Hi,\nthere", "")
-]
-ULTRACHAT = [  # HuggingFaceH4/ultrachat_200k
-    {"prompt": f"Tell me {n} things.", "prompt_id": f"{n:064x}",
-     "messages": [user(f"Tell me {n} things."), assistant("First, ..."), user("And?"), assistant("No more.")]}
-    for n in NUMBERS
-]
-SHAREGPT = [  # RyokoAI/ShareGPT52K and its relatives
-    {"id": f"Q{n}_0", "conversations": [
-        {"from": "human", "value": f"Count to {n}."}, {"from": "gpt", "value": "One."},
-        {"from": "human", "value": "Go on."}, {"from": "gpt", "value": "Two."}]}
-    for n in NUMBERS
-]
-SHAREGPT[4]["conversations"].insert(0, {"from": "system", "value": "Be brief."})
-MMLU = [  # cais/mmlu
-    {"question": f"What is {n} squared?", "subject": "elementary_mathematics", "choices": ["2", str(n), str(n * n), "0"], "answer": 2}
-    for n in NUMBERS
-]
-
-
-READ = {    # rows, and prompt, answer and completion of the first and the last one
-    "gsm8k": (GSM8K, [
-        ("A box holds 2,000 pens. How many do two boxes hold?", "4000", tagged("2*2,000=4,000.", "4000")),
-        ("A box holds 6,000 pens. How many do two boxes hold?", "12000", tagged("2*6,000=12,000.", "12000"))]),
-    "math": (MATH, [
-        ("Solve $2x = 1$.", "\\frac{1}{2}", tagged(MATH[0]["solution"], "\\frac{1}{2}")),
-        ("Solve $6x = 1$.", "\\frac{1}{6}", tagged(MATH[4]["solution"], "\\frac{1}{6}"))]),
-    "deepmath": (DEEPMATH, [
-        ("What is the derivative of $x^2$?", "2x^{1}", None), ("What is the derivative of $x^6$?", "6x^{5}", None)]),
-    "alpaca": (ALPACA, [
-        ("Translate into French.\n\nHello.", None, "Bonjour."), ("Translate into French.", None, "Bonjour.")]),
-    "ultrachat": (ULTRACHAT, [("Tell me 2 things.", None, None), ("Tell me 6 things.", None, None)]),
-    "sharegpt": (SHAREGPT, [
-        ([user("Count to 2."), assistant("One."), user("Go on.")], None, "Two."),
-        ([{"role": "system", "content": "Be brief."}, user("Count to 6."), assistant("One."), user("Go on.")], None, "Two.")]),
-    "mmlu": (MMLU, [
-        ("What is 2 squared?\nA. 2\nB. 2\nC. 4\nD. 0", "C", None), ("What is 6 squared?\nA. 2\nB. 6\nC. 36\nD. 0", "C", None)]),
-}
-
-
-@pytest.mark.parametrize("name", READ)
-def test_a_data_set_is_read_as_it_is_published(name, tmp_path):
+@pytest.mark.parametrize("row,prompt,answer,completion", [
+    ({"question": "2*2,000?", "answer": "2*2,000=<<2*2000=4000>>4,000.\n#### 4,000"},                          # GSM8K
+     "2*2,000?", "4000", tagged("2*2,000=4,000.", "4000")),
+    ({"problem": "$2x=1$", "solution": "By \\boxed{2}: \\boxed{\\frac{1}{2}}."},                               # MATH
+     "$2x=1$", "\\frac{1}{2}", tagged("By \\boxed{2}: \\boxed{\\frac{1}{2}}.", "\\frac{1}{2}")),
+    ({"question": "$x^2$?", "final_answer": "2x", "r1_solution_1": "Rule."}, "$x^2$?", "2x", None),             # DeepMath
+    ({"instruction": "In French.", "input": "Hi,\nthere", "output": "Oui."}, "In French.\n\nHi,\nthere", None, "Oui."),     # Alpaca
+    ({"instruction": "In French.", "input": "", "output": "Oui."}, "In French.", None, "Oui."),
+    ({"id": "Q2_0", "conversations": SHAREGPT}, [{"role": "system", "content": "Be brief."}, user("Count.")], None, "One."),
+    ({"question": "2*2?", "choices": ["2", "3", "4"], "answer": 2}, "2*2?\nA. 2\nB. 3\nC. 4", "C", None),       # MMLU
+])
+def test_a_data_set_is_read_as_it_is_published(row, prompt, answer, completion, tmp_path):
     import datasets
 
-    rows, expected = READ[name]
-    datasets.Dataset.from_list(rows).to_parquet(tmp_path / f"{name}.parquet")
-    examples, _ = data_of("--dataset", str(tmp_path / f"{name}.parquet"), "--eval_limit", "0")
-    assert len(examples) == 5
-    assert [(e["prompt"], e.get("answer"), e.get("completion")) for e in (examples[0], examples[4])] == expected
+    datasets.Dataset.from_list([row]).to_parquet(tmp_path / "data.parquet")
+    (example,) = load_examples(str(tmp_path / "data.parquet"))
+    assert (example["prompt"], example.get("answer"), example.get("completion")) == (prompt, answer, completion)
 
 
 def test_countdown_needs_the_flag_that_the_message_names(tmp_path):
@@ -106,10 +58,9 @@ def test_countdown_needs_the_flag_that_the_message_names(tmp_path):
     with pytest.raises(ValueError, match=r"columns target, nums; .* or --prompt_column, a name or a text such as '... \{target\} ... \{nums\}'$"):
         load_examples(path)
     examples, _ = data_of("--dataset", path, "--eval_limit", "0", "--prompt_column", "Make {target} from {nums}. \\boxed{}")
-    assert [examples[0]["prompt"], examples[4]["prompt"]] == [
-        "Make 10 from [2, 3, 4]. \\boxed{}", "Make 22 from [6, 3, 4]. \\boxed{}"]
+    assert [e["prompt"] for e in examples] == ["Make 10 from [2, 3, 4]. \\boxed{}", "Make 22 from [6, 3, 4]. \\boxed{}"]
     columns = dict(target=[example["target"] for example in COUNTDOWN], numbers=[example["numbers"] for example in examples])
-    assert countdown([f"<answer>{n} * 3 + 4</answer>" for n in NUMBERS], **columns) == [1.0] * 5
+    assert countdown([f"<answer>{n} * 3 + 4</answer>" for n in (2, 6)], **columns) == [1.0] * 2
     with pytest.raises(ValueError, match=r"--prompt_column=Make \{goal\}: .*columns target, nums$"):
         load_examples(path, columns={"prompt": "Make {goal}"})
 
@@ -121,7 +72,7 @@ def test_supervised_training_on_ultrachat_needs_the_flag_that_the_message_names(
         validate_demonstrations(parse_config(flags), data_of(*flags)[0])
     examples, _ = data_of(*flags, "--prompt_column", "messages")
     validate_demonstrations(parse_config(flags), examples)
-    assert examples[4]["prompt"] == ULTRACHAT[4]["messages"][:3] and examples[4]["completion"] == "No more."
+    assert examples[0]["prompt"] == ULTRACHAT[0]["messages"][:3] and examples[0]["completion"] == "No more."
 
 
 @pytest.mark.parametrize("prompt", ["2+2? A) 3 B) 4", "2+2?\nA. 3\nB. 4", "2+2? (A) 3, (B) 4"])
@@ -176,15 +127,13 @@ def test_messages_and_many_choices_are_lettered():
     assert multiple_choice(["<answer>L</answer>"] * 2, answer=["L", "city 11"], choices=[cities] * 2) == [1, 1]
 
 
-@pytest.mark.parametrize("answer", [(7, "seven"), np.array(["7", "seven"]), {"7"}, torch.tensor([7, 8])])
-def test_several_answers_are_a_list(answer):
-    (example,) = load_examples([{"prompt": "3+4?", "answer": answer}])
-    assert sorted(map(str, example["answer"])) == sorted(map(str, answer if type(answer) is not torch.Tensor else answer.tolist())) and correctness(["<answer>7</answer>"], answer=[example["answer"]]) == [1]
-
-
-@pytest.mark.parametrize("answer", [np.array(7), np.int64(7), torch.tensor(7)])
-def test_an_array_of_one_number_is_that_number(answer):
-    assert load_examples([{"prompt": "3+4?", "answer": answer}]) == [{"prompt": "3+4?", "answer": "7"}]
+@pytest.mark.parametrize("answer,expected", [
+    ((7, "seven"), [7, "seven"]), (np.array(["7", "seven"]), ["7", "seven"]), ({"7"}, ["7"]), (torch.tensor([7, 8]), [7, 8]),
+    (np.array(7), "7"), (np.int64(7), "7"), (torch.tensor(7), "7"),
+])
+def test_several_answers_are_a_list_and_an_array_of_one_number_is_that_number(answer, expected):
+    assert load_examples([{"prompt": "3+4?", "answer": answer}]) == [{"prompt": "3+4?", "answer": expected}]
+    assert correctness(["<answer>7</answer>"], answer=[expected]) == [1]
 
 
 @pytest.mark.parametrize("answer", [

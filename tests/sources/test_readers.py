@@ -39,44 +39,34 @@ def test_a_json_file_of_prompts_alone(tmp_path):
 
 def test_cells_of_a_csv_file_are_their_text_and_empty_ones_are_none(tmp_path):
     path = tmp_path / "data.csv"
-    path.write_text('prompt,answer,code,level,empty\n1,NA,007,3,\ntwo,None,12,-4,\n"three\n, 3",nan,2.50,,\n', encoding="utf-8")
+    long = "x" * 200_000                                  # longer than a cell of Python's reader by default
+    path.write_text(f'prompt,answer,code,level,empty\n1,NA,007,3,\n{long},None,12,-4,\n"three\n, 3",nan,2.50\n', encoding="utf-8")
     examples = load_examples(str(path))
     assert {name: [example[name] for example in examples] for name in examples[0]} == {
-        "prompt": ["1", "two", "three\n, 3"], "answer": ["NA", "None", "nan"], "code": ["007", "12", "2.50"],
+        "prompt": ["1", long, "three\n, 3"], "answer": ["NA", "None", "nan"], "code": ["007", "12", "2.50"],
         "level": ["3", "-4", None], "empty": [None] * 3,
     }
 
 
-@pytest.mark.parametrize(
-    "name,content,message",
-    [
-        ("none.jsonl", None, "no such file"),
-        ("empty.jsonl", "", "no examples in it"),
-        ("bad.jsonl", '{"prompt": "a"}\n{"prompt": \n', "line 2 is not JSON"),
-        ("blank.jsonl", '{"prompt": "a"}\n{"prompt": " "}\n', "blank.jsonl: line 2: the prompt is empty"),
-        ("chat.jsonl", '{"prompt": [{"text": "a"}]}\n', "chat messages must look like"),
-        ("turns.jsonl", '{"conversations": [{"from": "human"}]}\n', "chat messages must look like"),
-        ("null.jsonl", '{"prompt": null}\n', "columns prompt; it needs a value in one of prompt, question"),
-        ("two.jsonl", '{"prompt": "a", "completion": [{"content": "b"}, {"content": "c"}]}\n', "must be text, an assistant"),
-        ("completion.jsonl", '{"prompt": "a", "completion": 5}\n', "completion must be text"),
-        ("bad.json", "{", "not JSON"),
-        ("dict.json", '{"a": 1}', "must hold a list"),
-        ("list.json", "[]", "no examples"),
-        ("pair.json", '[{"prompt": "\\uD800"}]', "not JSON: 'utf-8' codec can't encode"),
-        ("bad.parquet", "not parquet", "cannot be read as parquet"),
-        ("columns.csv", "a,b\n1,2\n", "columns a, b"),
-        ("cells.csv", "prompt,answer\na,1,2\nb,3,4\n", "rows have more cells than the header; put cells with a comma in quotes"),
-        ("header.csv", "prompt,answer\n", "cannot be read as csv: .*no data"),
-        ("latin.csv", "prompt,answer\nh\udce9,1\n", "cannot be read as csv: 'utf-8' codec"),
-    ],
-)
+@pytest.mark.parametrize("name,content,message", [
+    ("none.csv", None, "cannot be read as .csv: .*No such file"), ("none.jsonl", None, "no such file"),
+    ("bad.jsonl", '{"prompt": "a"}\n{"prompt": \n', "line 2 is not JSON"),
+    ("blank.jsonl", '{"prompt": "a"}\n{"prompt": " "}\n', "example 2: the prompt is empty"),
+    ("turns.jsonl", '{"conversations": [{"from": "human"}]}\n', "chat messages must look like"),
+    ("two.jsonl", '{"prompt": "a", "completion": [{"content": "b"}, {"content": "c"}]}', "must be text, an assistant"),
+    ("bad.json", "{", "cannot be read as .json: Expecting property name"), ("dict.json", '{"a": 1}', "must hold a list"),
+    ("list.json", "[]", "no examples"), ("pair.json", '[{"prompt": "\\uD800"}]', "'utf-8' codec can't encode"),
+    ("bad.parquet", "not parquet", "cannot be read as .parquet"), ("columns.csv", "a,b\n1,2\n", "the row has columns a, b"),
+    ("cells.csv", "prompt,answer\na,1,2\nb,3,4\n", "more cells than the header; put cells with a comma in quotes"),
+    ("quote.csv", 'prompt\n"a\n', "cannot be read as .csv: unexpected end"), ("header.csv", "prompt,answer\n", "no examples in it"),
+    ("latin.csv", "prompt,answer\nh\udce9,1\n", "cannot be read as .csv: 'utf-8' codec"),
+])
 def test_an_unusable_file_is_refused_in_one_line_that_names_it(tmp_path, name, content, message):
     path = tmp_path / name
     if content is not None:
         path.write_bytes(content.encode(errors="surrogateescape"))
-    with pytest.raises(ValueError, match=message) as error:
+    with pytest.raises(ValueError, match=rf"^.*{name}: .*{message}.*$"):
         load_examples(str(path))
-    assert name in str(error.value) and "\n" not in str(error.value)
 
 
 def test_an_unknown_source_lists_what_there_is(monkeypatch):

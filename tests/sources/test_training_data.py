@@ -4,11 +4,10 @@ import random
 
 import pytest
 from conftest import start_run
-from test_data import GSM8K, data_of, write_lines
+from test_data import data_of, write_lines
 
 from config import Config, ModelConfig
 from engine.policy import load_any_policy, save_any_policy
-from sources.batches import prompt_key
 from sources.training_data import fit_prompts
 from test_chat_template import published
 
@@ -61,17 +60,6 @@ def test_splits_of_a_hub_are_chosen_by_name_or_by_share(tmp_path, capsys):
     path = write_lines(tmp_path / "questions.jsonl", [{"prompt": "q"}])
     train_set, held_out = data_of("--dataset", path, "--eval_dataset", str(tmp_path), "--eval_split", "validation")
     assert len(train_set) == 1 and [e["prompt"] for e in held_out] == ["a", "b"]
-
-
-@pytest.mark.skipif(not GSM8K.exists(), reason="no ../shared/data/gsm8k")
-def test_gsm8k_is_never_both_trained_and_tested_on():
-    flags = ["--dataset", str(GSM8K / "train.jsonl"), "--instruction", "Think."]
-    train_set, held_out = data_of(*flags, "--eval_dataset", str(GSM8K / "test.jsonl"), "--eval_limit", "2000")
-    assert len(held_out) == 1319 and len(train_set) >= 7400 and train_set[0]["prompt"].startswith("Think.\n")
-    assert not {prompt_key(e["prompt"]) for e in train_set} & {prompt_key(e["prompt"]) for e in held_out}
-    aside, held_out = data_of(*flags)
-    assert len(held_out) == 256 and len(aside) >= 7200
-    assert not {prompt_key(e["prompt"]) for e in aside} & {prompt_key(e["prompt"]) for e in held_out}
 
 
 def test_long_prompts_are_dropped_and_counted(tokenizer):
