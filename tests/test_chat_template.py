@@ -149,6 +149,9 @@ def test_variables_need_a_template(base, tokenizer, tmp_path):
 
 # The chat templates of model families, shortened; each begins, ends and trims as the published one does.
 PUBLISHED = {
+    "SmolLM2": "{% for m in messages %}{% if loop.first and m.role != 'system' %}<|im_start|>system\nYou are helpful<|im_end|>\n"
+               "{% endif %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+               "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
     "ChatML": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
               "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
     "Llama 3": "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content | trim }}"
