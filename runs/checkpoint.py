@@ -148,10 +148,10 @@ def read_state(checkpoint: Path, *, mmap: bool = False) -> dict:
     return torch.load(checkpoint / "state.pt", weights_only=True, map_location="cpu", mmap=mmap)
 
 
-def versions() -> dict:
-    """Return the versions and the numbers of processes and threads that the last bits depend on."""
+def versions(engine) -> dict:
+    """Return what the last bits depend on: versions, the numbers of processes and threads, the engine."""
     return {
         "python": platform.python_version(), "torch": str(torch.__version__),
         "transformers": transformers.__version__, "processes": num_processes(),
-        "threads": torch.get_num_threads(),
+        "threads": torch.get_num_threads(), "engine": type(engine).__name__,
     }

@@ -299,8 +299,8 @@ class Run:
         notify  print where it is, and the command that continues the run
         """
         state = {
-            "progress": asdict(self.progress), "settings": self.config.as_dict(), "versions": versions(),
-            "file_sizes": self.folder.file_sizes(),
+            "progress": asdict(self.progress), "settings": self.config.as_dict(),
+            "versions": versions(self.engine), "file_sizes": self.folder.file_sizes(),
             "reference_adapter": full_tensor(getattr(self.reference, "kept", None)),     # AdapterReference
         } | optimizer_state(self.optimizer, self.scheduler, self.scaler, self.value_head, self.batches)
         checkpoint = write_checkpoint(
@@ -327,11 +327,10 @@ class Run:
         self.saved_at = self.progress.step
         threads = state["versions"].get("threads", 2**31)   # not recorded by earlier versions
         limit_threads(threads, "the number that the run began with", self.console.print)
-        if state["versions"] != versions():
+        now, begun = versions(self.engine), state["versions"]
+        if now != begun:
             self.console.print(
-                f"  note   resumed with {versions()}, begun with {state['versions']}: equal up to rounding, "
-                "not bit for bit"
-            )
+                f"  note   resumed with {now}, begun with {begun}: equal up to rounding, not bit for bit")
         self.saved_state = state
 
     @contextmanager

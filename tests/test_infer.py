@@ -200,7 +200,7 @@ def test_a_function_that_raises_is_one_line_or_unscored(folder, tmp_path, prompt
     with pytest.raises(RunError, match=r"^reward function strict raised ValueError: first line second line \(mine.py.*on 8 completions"):
         infer.main(argv)
     written = result_of(tmp_path, *argv, "--reward_errors", "none")
-    assert [problem["completions"][0]["reward"] for problem in written["problems"]] == [None if p == 2 else 1.0 for p in range(8)]
+    assert all(problem["completions"][0]["reward"] is None for problem in written["problems"]), "the call scored all of them"
 
 
 def test_a_conversation_whose_environment_raises_is_one_line_or_unscored_and_not_right(folder, tmp_path, scripted):

@@ -1,7 +1,9 @@
 """Sampling: the right distribution, the same numbers as in training, masks by position, reproducible streams."""
 
+import sys
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -226,22 +228,35 @@ def test_sampling_leaves_the_model_as_it_was(engine, model, settings):
 
 
 class Scripted(VLLM):
-    """Draws prescribed tokens in place of vLLM: siblings end after 1, 2, 3 ... tokens, and remembers the requests."""
+    """With a vLLM that draws prescribed tokens: siblings end after 1, 2, 3 ... tokens. Remembers the requests."""
 
     def __init__(self, *args):
         Engine.__init__(self, *args)
-        self.requests = []
+        self.requests, self.llm = [], SimpleNamespace(generate=self.draw)
 
-    def generate(self, prompts, *, num_completions, max_tokens, seeds, stop_ids, distribution):
-        self.requests.append(dict(prompts=prompts, n=num_completions, max_tokens=max_tokens, seeds=seeds, distribution=distribution))
-        turns = []
-        for limit in max_tokens:
-            rows = [([50 + g] * g + [stop_ids[0]] for g in range(num_completions))] if num_completions > 1 else [[[60, stop_ids[0]]]]
-            turns.append([(ids[:limit], [-0.5] * len(ids[:limit]), ids[:limit][-1] in stop_ids) for ids in rows[0]])
-        return turns
+    def draw(self, inputs, parameters, use_tqdm):
+        self.requests.append(dict(
+            prompts=[request["prompt_token_ids"] for request in inputs], n=parameters[0].n, max_tokens=[p.max_tokens for p in parameters],
+            seeds=[p.seed for p in parameters],
+            distribution={name: getattr(parameters[0], name) for name in ("temperature", "top_k", "top_p", "min_p")}))
+        outputs = []
+        for p in parameters:
+            stop = p.stop_token_ids[0]
+            rows = [[50 + g] * g + [stop] for g in range(p.n)] if p.n > 1 else [[60, stop]]
+            outputs.append(SimpleNamespace(outputs=[
+                SimpleNamespace(
+                    token_ids=ids, logprobs=[{token: SimpleNamespace(logprob=-0.5)} for token in ids],
+                    finish_reason="stop" if ids[-1] == stop else "length")
+                for ids in (row[: p.max_tokens] for row in rows)]))
+        return outputs
 
 
-def test_an_engine_fills_the_same_rollout(model, tokenizer):
+@pytest.fixture
+def vllm(monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=SimpleNamespace))
+
+
+def test_an_engine_fills_the_same_rollout(model, tokenizer, vllm):
     engine, again = Scripted(model, tokenizer), Scripted(model, tokenizer)
     config = GRPOConfig(engine="vllm", num_completions_per_prompt=4, generation_max_length=3, generation_temperature=0.5)
     rollout = engine.sample(PROMPTS, config, seed=0)
@@ -281,7 +296,7 @@ def test_a_reply_ends_at_the_limit(engine, settings, monkeypatch):
     assert rollout.completion_ids.shape[1] == limit and not rollout.finished.all() and (rollout.completion_ids[:, -1] == 70).any()
 
 
-def test_an_engine_continues_conversations_after_each_reply(model, tokenizer):
+def test_an_engine_continues_conversations_after_each_reply(model, tokenizer, vllm):
     replies = {1: "no", 2: ({"role": "user", "content": "more"}, 0.5), 3: None}
 
     def respond(messages):

@@ -114,7 +114,7 @@ MISTAKES = [                    # flags of train.py behind --use_grpo, and what 
      "no completion for 2 of 2 examples, .*--completion_column.*or pass --use_grpo --cold_start_steps 0"),
     ("--dataset {tmp}/empty.jsonl", "empty.jsonl: no examples in it"),
     ("--max_prompt_length 5", "--max_prompt_length=5: .* are longer.*raise it to 8, or pass --long_prompts drop"),
-    ("--model_path {tmp}/no_weights", "error: --model_path=[^:]*no_weights: it has no tokenizer"),
+    ("--model_path {tmp}/no_weights", "error: --model_path=[^:]*no_weights: cannot be loaded: .*tokenizer"),
     ("--output_dir {tmp}/used", "--output_dir=.*used: holds another run"),
     ("--output_dir {tmp}/empty.jsonl/run", "empty.jsonl is not a writable folder"),
     ("--output_dir {tmp}/none --resume", "--output_dir=.*none: there is no run in it to resume"),
