@@ -221,7 +221,7 @@ def without_special_tokens(tokenizer, messages: list[dict]) -> list[dict]:
 def special_token_pattern(tokenizer, version: tuple) -> re.Pattern:
     """Return a pattern of the texts of all special tokens. version: so that tokens added later are found."""
     texts = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-    texts |= {*tokenizer.all_special_tokens}
+    texts = {*texts, *tokenizer.all_special_tokens} - {""}
     return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)")
 
 
@@ -262,7 +262,10 @@ def parse_json(content: bytes):
     pair, which cannot be encoded as tokens.
     """
     text = content.decode("utf-8-sig")
-    value = json.loads(text)
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
     if "\\ud" in text.lower():
         json.dumps(value, ensure_ascii=False).encode()
     return value

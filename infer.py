@@ -85,7 +85,10 @@ def print_report(folders: list[Path]) -> None:
     """Write the report of a run and print its path, or print a comparison of several runs."""
     from analysis import report                           # slow to import
 
-    print(report.write_report(folders[0]) if len(folders) == 1 else report.compare_runs(folders))
+    if len(folders) == 1:
+        print(report.write_report(folders[0]))
+    else:
+        print(escape(report.compare_runs(folders)))
 
 
 # ---- evaluation --------------------------------------------------------------------------------------------

@@ -284,11 +284,11 @@ def main(argv: list[str]) -> None:
     """Parse the flags and set up the run; then train, or with --check print points of its rewards."""
     with exit_on_errors("train.py"):
         run = set_up(parse_config(argv))
-    with exit_on_errors("train.py", mistakes=()):
         if run.config.training.check:
             print_points(run)
             run.console.print("the start-up check is ok")
-        else:
+    if not run.config.training.check:
+        with exit_on_errors("train.py", mistakes=()):
             learn(run)
     shutdown()
 

@@ -202,7 +202,8 @@ def compare_runs(folders: list[Path]) -> str:
     differ = [name for name in names if len({str(run["settings"][name]) for run in runs}) > 1]
     variants: dict[tuple, list[dict]] = {}
     for run in runs:
-        variants.setdefault(tuple(str(run["settings"][name]) for name in differ), []).append(run)
+        values = tuple(" ".join(str(run["settings"][name]).split()) for name in differ)      # of one line
+        variants.setdefault(values, []).append(run)
     by_accuracy = all(shows_accuracy(run["after"], run["settings"]) for run in runs)
     rewards = {name for run in runs for name in run["after"] if name.startswith("eval_reward/")}
     metrics = ["eval_accuracy"] if by_accuracy else sorted(rewards)

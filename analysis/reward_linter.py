@@ -72,7 +72,7 @@ def lint(
 def flags_of(points: dict[str, float]) -> list[str]:
     """Return a phrase for each suspicious order of mean points by kind."""
     if not points:
-        return ["no completion is scored: does the data have the columns that the functions need?"]
+        raise ValueError("--reward_functions: they score no completion; does the data have their columns?")
     if len(points) > 1 and max(points.values()) - min(points.values()) < 1e-9:
         return [f"every completion earns {max(points.values()):g}: nothing can be learned from that"]
 

@@ -62,9 +62,10 @@ def run_text_call(text: str, functions: dict[str, Callable]) -> str:
         call = ast.parse(text, mode="eval").body
         named = {key.arg or "**": ast.literal_eval(key.value) for key in call.keywords}
         args = [ast.literal_eval(node) for node in call.args]
-    takes_text = [parameter.annotation for parameter in parameters.values()] == [str]
-    if takes_text and not named and not (args and isinstance(args[0], str)):
-        args = [whole.strip()]
+    if [parameter.annotation for parameter in parameters.values()] == [str] and not named:
+        text_of_one = re.sub(rf"^\s*{next(iter(parameters))}\s*=(?!=)", "", whole).strip()
+        if text_of_one and not (args and isinstance(args[0], str)):
+            args = [text_of_one]
     if args is None:
         return f"error: not {name}({', '.join(f'{parameter}=...' for parameter in parameters)})"
     return run_call(functions[name], *args, **named)

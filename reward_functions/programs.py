@@ -69,10 +69,12 @@ def fraction_passed(program: str, tests: list[tuple[str, str, str]]) -> float:
 # Runs the program, then prints the value of the call as JSON; {"tuple": [[1, 2]]} stands for tuple([1, 2]),
 # {"object": []} for an instance of a class. The program's own output goes to stderr.
 PROGRAM_TEMPLATE = '''
-import json, os
+import json, os, sys
 def plain(value):
     if value is None or isinstance(value, (int, float, str)):
         return value
+    if type(value).__name__ in ("Decimal", "Fraction"):
+        return {{type(value).__name__: [str(value)]}}
     if isinstance(value, complex):
         return {{"complex": [value.real, value.imag]}}
     try:
@@ -84,8 +86,10 @@ def plain(value):
 
 output, space = os.dup(1), {{"__name__": "program"}}
 os.dup2(2, 1)
+exec({2!r}, space)
 exec(compile({0!r}, "program.py", "exec"), space)
 exec({2!r}, space)
+sys.set_int_max_str_digits(0)
 os.write(output, json.dumps(plain(eval({1!r}, space))).encode())
 '''
 
@@ -93,8 +97,12 @@ os.write(output, json.dumps(plain(eval({1!r}, space))).encode())
 # Runs the assertions, and prints the tokens of those that hold. Nothing in this process comes from the
 # program but JSON and instances of the classes below, and the program does not know the tokens.
 ASSERTION_TEMPLATE = '''
-import contextlib, json, math
-kinds = {{kind.__name__: kind for kind in (bytes, complex, dict, frozenset, object, set, tuple)}}
+import contextlib, json, math, sys
+from decimal import Decimal
+from fractions import Fraction
+sys.set_int_max_str_digits(0)
+kinds = bytes, complex, dict, frozenset, object, set, tuple, Decimal, Fraction
+kinds = {{kind.__name__: kind for kind in kinds}}
 def decode(value):
     return next(kinds[name](*given) for name, given in value.items())
 for token, assertion, value in {0!r}:

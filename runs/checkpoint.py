@@ -50,7 +50,7 @@ def write_checkpoint(folder: Path, step: int, model, tokenizer, reference, state
 
     write_folder(folder / "writing", target, write)
     if is_main():
-        for old in sorted(folder.glob("step-*"))[:-keep]:
+        for old in sorted(folder.glob("step-*"), key=by_step)[:-keep]:
             shutil.rmtree(old, ignore_errors=True)
     return target
 
@@ -100,18 +100,11 @@ def optimizer_state(optimizer, scheduler, scaler, value_head, batches) -> dict:
     if optimizer is not None:
         state |= {"scheduler": scheduler.state_dict(), "position": batches.position}
         state["optimizer"] = full_tensor(optimizer.state_dict())
-        state["optimizer_class"] = type(optimizer).__name__
     return state
 
 
 def load_optimizer_state(optimizer, scheduler, scaler, state: dict) -> None:
-    """Restore the result of optimizer_state, but keep the new peak learning rates.
-
-    Raises RunError for another kind of optimiser.
-    """
-    found, saved = type(optimizer).__name__, state["optimizer_class"]
-    if found != saved:
-        raise RunError(f"optimizer: this run began with {saved}, not {found}; pass it to train() again")
+    """Restore the result of optimizer_state, but keep the new peak learning rates."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     moments = state["optimizer"]["state"]
     for i, tensors in moments.items():
@@ -126,6 +119,11 @@ def load_optimizer_state(optimizer, scheduler, scaler, state: dict) -> None:
         scaler.load_state_dict(state["scaler"])
 
 
+def by_step(checkpoint: Path) -> tuple[str, bool]:
+    """Return a key to sort checkpoints: by step, before each the one that it replaced, step-N-old."""
+    return checkpoint.name.removesuffix("-old"), not checkpoint.name.endswith("-old")
+
+
 def latest_checkpoint(folder: Path) -> Path | None:
     """Return the newest checkpoint of a run folder, None if it has none. Raises ValueError if it is damaged.
 
@@ -133,7 +131,8 @@ def latest_checkpoint(folder: Path) -> Path | None:
     """
     parent = folder / "checkpoints"
     paths = parent.iterdir() if parent.exists() else []   # glob would find none where it may not read
-    *before, newest = [None, *sorted(path for path in paths if path.name.startswith("step-"))]
+    saved = [path for path in paths if path.name.startswith("step-")]
+    *before, newest = [None, *sorted(saved, key=by_step)]
     if newest:
         try:
             read_state(newest, mmap=True)

@@ -119,8 +119,8 @@ def exit_on_errors(program: str, mistakes: tuple = (ValueError, OSError)):
             if other_rank_ended():                        # it has said why; a collective with it failed here
                 shutdown(1)
             raise
-        end_program(f"{program}: {first_line(error)}: lower --max_tokens_per_forward or "
-                    "--generation_batch_size, or add --gradient_checkpointing", 1)
+        end_program(f"{program}: {first_line(error)}: lower --generation_batch_size; in training also "
+                    "--max_tokens_per_forward, or add --gradient_checkpointing", 1)
 
 
 def end_program(line: str, code: int) -> None:

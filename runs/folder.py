@@ -69,7 +69,7 @@ class RunFolder:
 
         raises  RunError if another process writes to the folder, or if another run has begun in it
         """
-        if not self.writes or self.lock:
+        if not self.writes or (self.lock and self.lock.is_locked):
             return
         self.path.mkdir(parents=True, exist_ok=True)
         # Of one lock in this process: a notebook can start again after a run that failed.
@@ -82,7 +82,7 @@ class RunFolder:
             ) from None
         if not self.begun:
             self.refuse_other_run(RunError)
-        self.begun = True                                 # a notebook may go on after Ctrl-C
+        self.begun = True
 
     def open(self, last_step: int, sizes: dict[str, int]) -> None:
         """Create the folder, or cut what was written after a checkpoint: a resumed run repeats these steps.
@@ -94,8 +94,9 @@ class RunFolder:
         if not self.writes:
             return
         self.write_config(self.config)
-        for name, size in self.file_sizes().items():
-            os.truncate(self.path / name, min(size, sizes.get(name, 0)))
+        if not self.send:                                 # else a notebook goes on after Ctrl-C
+            for name, size in self.file_sizes().items():
+                os.truncate(self.path / name, min(size, sizes.get(name, 0)))
         for name in "metrics.jsonl", "rollouts.jsonl":
             (self.path / name).touch()
         self.send, self.close_tracker = open_tracker(

@@ -300,7 +300,8 @@ class Run:
         """
         state = {
             "progress": asdict(self.progress), "settings": self.config.as_dict(),
-            "versions": versions(self.engine), "file_sizes": self.folder.file_sizes(),
+            "own_optimizer": self.make_optimizer is not None, "versions": versions(self.engine),
+            "file_sizes": self.folder.file_sizes(),
             "reference_adapter": full_tensor(getattr(self.reference, "kept", None)),     # AdapterReference
         } | optimizer_state(self.optimizer, self.scheduler, self.scaler, self.value_head, self.batches)
         checkpoint = write_checkpoint(
@@ -323,10 +324,14 @@ class Run:
     def restore(self, checkpoint: Path) -> None:
         """Restore progress from a checkpoint; begin_phase restores the rest."""
         state = read_state(checkpoint, mmap=num_processes() > 1)                 # each copies its shards
+        if "own_optimizer" not in state:
+            raise ValueError(f"{checkpoint}: of an earlier version; begin a new run with it as --model_path")
+        if state["own_optimizer"] != (self.make_optimizer is not None):
+            again = "pass it to train() again" if state["own_optimizer"] else "the run began without one"
+            raise ValueError(f"optimizer: {again}")
         self.progress = Progress(**state.pop("progress"))
         self.saved_at = self.progress.step
-        threads = state["versions"].get("threads", 2**31)   # not recorded by earlier versions
-        limit_threads(threads, "the number that the run began with", self.console.print)
+        limit_threads(state["versions"]["threads"], "the number that the run began with", self.console.print)
         now, begun = versions(self.engine), state["versions"]
         if now != begun:
             self.console.print(

@@ -106,7 +106,7 @@ def start_up_check(
     plain = Engine(policy, tokenizer, max_tokens=max_tokens)
     with plain.sampling():
         engine, note = choose_engine(plain, ranks, prompts, grpo, longest_prompt)
-        rollout = refuse_wrong_sampler(engine, prompts)
+        rollout = refuse_wrong_sampler(engine, prompts, grpo.generation_max_length)
         if teacher is not None:
             rows = Engine(teacher, tokenizer, max_tokens=max_tokens)
             with plain.on_device(teacher), rows.sampling():
@@ -251,6 +251,7 @@ def write_base(config: ModelConfig, folder: RunFolder, ranks: Ranks) -> ModelCon
 
     returns  settings that load it from there
     """
+    ranks.gather(folder.acquire_lock)
     policy, tokenizer = load_policy(replace(config, lora_rank=0, precision="float32"))
     path = folder.path.resolve() / "base"
     ranks.gather(partial(save_any_policy, policy, tokenizer, path))

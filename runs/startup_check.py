@@ -16,8 +16,14 @@ from sample import Rollout, stop_token_ids
 
 TOLERANCE = 1e-2                # nats; forward passes of different shapes agree to about 1e-5 in float32,
 TOLERANCE_HALF = 0.3            # and to about 0.01 in bfloat16, less in float16 and TF32
-SHORT = GRPOConfig(
-    generation_max_length=16, generation_temperature=1.0, generation_top_k=0, generation_top_p=1.0)
+MOST_TOKENS = 16                # of a completion that is sampled for a check
+
+
+def short_completions(most_tokens: int) -> GRPOConfig:
+    """Return settings that sample short completions from the whole distribution."""
+    return GRPOConfig(
+        generation_max_length=min(MOST_TOKENS, most_tokens), generation_temperature=1.0, generation_top_k=0,
+        generation_top_p=1.0)
 
 
 def choose_engine(
@@ -34,7 +40,7 @@ def choose_engine(
     if config.engine == "plain" or (may_be_plain and not saves_tokens(longest_prompt, config)):
         return plain, ""
     shared = make_engine("shared", plain.model, plain.tokenizer, max_tokens=plain.max_tokens)
-    fault = fault_of_sharing(shared, plain, prompts)
+    fault = fault_of_sharing(shared, plain, prompts, config.generation_max_length)
     if ranks.sum(int(not fault)) == ranks.size:
         return shared, ""
     note = f"prompts are not shared: {fault or 'another rank cannot'}"
@@ -44,11 +50,11 @@ def choose_engine(
 
 
 @torch.no_grad()
-def fault_of_sharing(shared: Engine, plain: Engine, prompts: list) -> str:
+def fault_of_sharing(shared: Engine, plain: Engine, prompts: list, most_tokens: int = MOST_TOKENS) -> str:
     """Compare log-probabilities by the shared cache and packed rows with those of plain rows, "" if equal."""
     prompts = [encode_prompt(plain.tokenizer, prompt) for prompt in prompts]
     try:
-        rollout = shared.sample(prompts, SHORT, seed=0, num_completions=2)
+        rollout = shared.sample(prompts, short_completions(most_tokens), seed=0, num_completions=2)
         rollout.completion_mask[1::2, 5:] = False         # packs of different lengths
         packed = shared.log_probs(rollout, None, {}).logp.cpu()
     except CannotShare as error:
@@ -59,7 +65,7 @@ def fault_of_sharing(shared: Engine, plain: Engine, prompts: list) -> str:
     return difference(shared.model, "shared and plain rows", both, rows.expand(2, -1, -1))
 
 
-def refuse_wrong_sampler(engine: Engine, prompts=("1+1=?",)) -> Rollout:
+def refuse_wrong_sampler(engine: Engine, prompts=("1+1=?",), most_tokens: int = MOST_TOKENS) -> Rollout:
     """Raise ValueError if prompts, sampling or scoring would be wrong. Return the completions for that.
 
     They continue the first prompt and a half of it, which is padded: on the left to sample, on the right to
@@ -69,7 +75,7 @@ def refuse_wrong_sampler(engine: Engine, prompts=("1+1=?",)) -> Rollout:
     prompts = [encode_prompt(tokenizer, prompt) for prompt in prompts]
     refuse_wrong_tokens(model, tokenizer, prompts)
     half = prompts[0][len(prompts[0]) // 2 :]
-    rollout = engine.sample([prompts[0], half], SHORT, seed=0, num_completions=2)
+    rollout = engine.sample([prompts[0], half], short_completions(most_tokens), seed=0, num_completions=2)
     plain = make_engine("plain", model, tokenizer)
     refuse_wrong_head(plain, rollout)
     with torch.no_grad():

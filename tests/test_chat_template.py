@@ -135,6 +135,12 @@ def test_the_role_of_a_tool_does_not_depend_on_what_it_says(known):
         assert reply.startswith("[tool]" if known else "[user]") or reply.startswith('"[tool]'), reply
 
 
+def test_a_special_token_without_text_is_no_special_token(base):
+    tokenizer = load_any_tokenizer(ModelConfig(str(base)))
+    tokenizer.unk_token = ""
+    assert tokenizer.decode(encode_prompt(tokenizer, "1+1=?")) == OPEN
+
+
 def test_variables_may_be_an_object_in_python():
     assert Config(model=ModelConfig(chat_template_kwargs={"enable_thinking": False})).model.chat_template_kwargs == OFF
 

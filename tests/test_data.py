@@ -176,7 +176,7 @@ ROW = {"question": "2+2?", "answer": 4}
 @pytest.mark.parametrize("line,message", [
     ('{"prompt": ', "line 3 is not JSON: .*; correct it"), ("5", "example 2: the prompt must be text or chat messages, not int: 5"),
     ('{"text": "a", "prompt": null}', "example 2: the row has columns text, prompt; it needs a value in one of prompt, question, .*"),
-    ('{"prompt": "\\ud800"}', "line 3 is not JSON: .*surrogates.*"),
+    ('{"prompt": "\\ud800"}', "line 3 is not JSON: .*surrogates.*"), ("[" * 200_000, "line 3 is not JSON: it is nested too deeply; correct it"),
 ])
 def test_a_line_that_is_no_example_is_named(tmp_path, line, message):
     (tmp_path / "data.jsonl").write_text("\n".join([json.dumps(ROW), "", line, json.dumps(ROW)]))

@@ -283,3 +283,12 @@ def test_a_prompt_beyond_the_positions_of_the_model_is_one_line(folder, tmp_path
     file = write_lines(tmp_path / "q.jsonl", [{"prompt": "1" * 4090, "answer": "2"}])
     with pytest.raises(ValueError, match="exceeds the model's 4096 positions; at most 5, or shorten the prompts"):
         infer.main(["--model_path", folder, "--evaluate", file, "--generation_max_length", "6"])
+
+
+def test_settings_of_other_runs_do_not_control_the_terminal(tmp_path, capsys):
+    for name, instruction in ("a", "x"), ("b", "\x1b]0;title\x07"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({"instruction": instruction}))
+        (tmp_path / name / "metrics.jsonl").write_text('{"step": 0, "phase": "eval", "eval_accuracy": 0.5}\n')
+    infer.main(["--report", str(tmp_path / "a"), str(tmp_path / "b")])
+    assert "\\x1b]0;title\\x07" in capsys.readouterr().out

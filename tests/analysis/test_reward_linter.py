@@ -33,7 +33,6 @@ def linted(model, tokenizer):
     (lambda completions, answer, **columns: [float(a in c) for c, a in zip(completions, answer)], "no less than gold (1.00) earn: spam (1.00)"),
     (lambda completions, **columns: [float("..." in c) for c in completions], "more than wrong (0.00) earn: form (1.00)"),
     (lambda completions, **columns: [0.5 for c in completions], "every completion earns 0.5: nothing can be learned from that"),
-    (lambda completions, **columns: [None for c in completions], "no completion is scored: does the data have the columns"),
     (correctness, ""),
 ])
 def test_what_is_odd_is_flagged(linted, function, flag):
@@ -71,7 +70,8 @@ def test_of_a_conversation_the_last_turn_is_changed_and_without_an_answer_there_
     assert texts["gold"] == game["completion"][-1]["content"] and texts["wrong"] == f"<answer>not {game['answer']}</answer>"
     messages = [{"prompt": [{"role": "user", "content": "1+1=?"}], "answer": "2"}, {"prompt": "2+2=?"}]
     assert linted(correctness, examples=messages)[0][2] == "| `correctness` | 1.00 | 0.00 | 0.00 | 0.00 | 0.00 | 1.00 |"
-    assert linted(correctness, examples=messages[1:])[1] == ["no completion is scored: does the data have the columns that the functions need?"]
+    with pytest.raises(ValueError, match=r"^--reward_functions: they score no completion; does the data have their columns"):
+        linted(correctness, examples=messages[1:])
 
 
 BUGS = {                        # of published rewards: source, answers, demonstrations, the flag

@@ -67,7 +67,7 @@ TOOLS = dict(
     ("so: calculate(3*(4+5))", ["27"]), ("With calculate(x) I get calculate(3*(4+5)) ", ["27"]), ("calculate('1+1')", ["2"]), ("calculate(7)", ["7"]),
     ("calculate(1)) calculate(2", []), ("the answer is 132", []), ("calculated(1+1)", []), ("calculate(1+1) is 2", []),
     ("look(Oslo, Norway)", ["Oslo, Norway"]), ("look(5)", ["5"]), ("look(x = 1; print(x))", ["x = 1; print(x)"]), ("look(city='Oslo')", ["Oslo"]),
-    ('look("Oslo", "F")', ["error: "]), ('look(__import__("os").getcwd())', ['__import__("os").getcwd()']),
+    ("look(city=Oslo)", ["Oslo"]), ("look()", ["error: look() missing"]), ('look("Oslo", "F")', ["error: "]), ('look(__import__("os").getcwd())', ['__import__("os").getcwd()']),
     ('weather("Oslo", "F")', ["Oslo F"]), ('weather(unit="F", city="Rome")', ["Rome F"]), ("weather(Oslo)", ["error: not weather(city=..., unit=...)"]),
     ("weather(**{'city': 'Oslo'})", ["error: "]), ('weather(town="Oslo")', ["error: "]), ("multiply(3, b=-4)", ["-12"]), ("multiply(3)", ["error: "]),
     ("silent()", ["(nothing)"]), ("silent(5)", ["error: "]),

@@ -56,6 +56,15 @@ def test_a_text_may_have_several_tests(tests):
     assert passes_tests([HONEST["plain"][0], HONEST["wrong"][0]], [tests] * 2) == [0.5, 0.0]
 
 
+@pytest.mark.parametrize("program,test", [
+    ("def f(x: List[int]): return 1", "from typing import List\nassert f([1]) == 1"), ("def f(x): return 10**5000", "assert f(1) > 5"),
+    ("from fractions import Fraction\ndef f(x): return Fraction(1, 2)", "assert f(1) == 0.5"),
+    ("from decimal import Decimal\ndef f(x): return [Decimal('0.5')]", "assert f(1) == [0.5]"),
+])
+def test_imports_of_a_test_long_numbers_and_exact_ones_pass(program, test):
+    assert passes_tests([program], [[test]]) == [1.0]
+
+
 CHEATS = read_programs("cheating_programs.txt") | {
     "zero byte": "def square(x): return 0\x00",
     "lone surrogate": "def square(x): return '\ud800'",

@@ -145,3 +145,5 @@ def test_a_kill_between_the_two_renames_leaves_the_checkpoint_before(tmp_path, m
     assert checkpoint.read_state(checkpoint.latest_checkpoint(tmp_path))["text"] == "first"
     write("third")
     assert checkpoint.read_state(target)["text"] == "third"
+    target.with_name("step-00000001-old").mkdir()         # a kill while that was deleted
+    assert checkpoint.latest_checkpoint(tmp_path) == target

@@ -159,7 +159,7 @@ def test_a_run_with_the_optimiser_and_the_teacher_of_the_page_is_resumed_bit_for
     again = Config.of(output_dir=str(tmp_path / "run"), resume=True)
     with pytest.raises(ValueError, match=r"^--reference_path python:.*: a Python object; pass it to train\(\) again$"):
         train.train(again, reward_functions=[length], optimizer=objects["optimizer"])
-    with pytest.raises(RunError, match=r"^optimizer: this run began with \w+, not AdamW; pass it to train\(\) again$"):
+    with pytest.raises(ValueError, match=r"^optimizer: pass it to train\(\) again$"):
         train.train(again, reward_functions=[length], reference=objects["reference"])
     resumed, _ = train.train(again, reward_functions=[length], **objects)
     assert "from " + str(tmp_path / "run/checkpoints/step-00000002") in capsys.readouterr().out

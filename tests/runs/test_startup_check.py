@@ -5,11 +5,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 from conftest import ARCHITECTURES, start_run
 from tokenizers import processors
 
 import logprobs
 import sample
+from config import GRPOConfig
 from engine import make_engine
 from engine import shared as shared_engine
 from engine.errors import CannotShare
@@ -33,6 +35,15 @@ def test_positions_that_are_ignored_are_refused(tokenizer, monkeypatch):
     refuse_wrong_sampler(make_engine("shared", model, tokenizer))
     with pytest.raises(ValueError, match=r"^start-up check: sampler and trainer differ by at most .*; try --attn_implementation eager"):
         refuse_wrong_sampler(make_engine("plain", model, tokenizer))
+
+
+def test_a_check_samples_no_more_tokens_than_the_run(tokenizer):
+    """A model with 64 positions, and prompts that leave it four."""
+    model, prompt = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=64, vocab_size=263)).eval(), list(range(5, 65))
+    model.generation_config.eos_token_id = 1
+    plain, config = make_engine("plain", model, tokenizer), GRPOConfig(generation_max_length=4, engine="shared")
+    engine, _ = choose_engine(plain, Ranks(), [prompt, prompt], config)
+    refuse_wrong_sampler(engine, [prompt], 4)
 
 
 def unshared(*args):
