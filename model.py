@@ -27,9 +27,9 @@ def load_tokenizer(config) -> PreTrainedTokenizerFast:
     options = {} if variables is None else {"chat_template_kwargs": variables}   # saved with the tokenizer
     tokenizer = AutoTokenizer.from_pretrained(
         config.model_path, trust_remote_code=config.trust_remote_code, **options)
-    # Some wrong settings raise only when it is called, and a folder without its files may give an empty one.
-    if "1" not in tokenizer.decode(tokenizer("1+1=?").input_ids):
-        raise ValueError(f"--model_path={config.model_path}: no tokenizer is there: it cannot read 1+1=?")
+    tokenizer("1+1=?")                                    # some wrong settings raise only here
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):          # of a folder without its files
+        raise ValueError(f"--model_path={config.model_path}: no tokenizer is there")
     if tokenizer.eos_token_id is None:
         raise ValueError(f"--model_path={config.model_path}: its tokenizer needs an eos_token")
     if tokenizer.pad_token_id is None:
