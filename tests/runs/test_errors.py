@@ -123,7 +123,7 @@ def test_an_update_of_which_no_row_fits_ends_the_run_in_one_line(tmp_path, monke
     with pytest.raises(SystemExit) as stop:
         run_folder(tmp_path / "run", *flags)
     printed = capsys.readouterr()
-    assert stop.value.code == 1 and len(printed.err.splitlines()) == 1 and "lower --max_tokens_per_forward" in printed.err
+    assert stop.value.code == 1 and len(printed.err.splitlines()) == 1 and "lower --generation_batch_size" in printed.err
     least = saved_setting(tmp_path / "run", "training", "max_tokens_per_forward")
     rollout = read_jsonl(tmp_path / "run/rollouts.jsonl")
     longest = max(len(r["prompt_ids"]) + len(r["completion_ids"]) for r in rollout if r["step"] == 1)
@@ -171,7 +171,7 @@ def test_in_several_processes_memory_that_runs_out_on_one_ends_all_in_one_line(t
         "train.main(sys.argv[1:])\n")
     done = Ranks(2, str(program), *QUICK, *flags, "--output_dir", str(tmp_path / "run")).wait(120)
     lines = [line for line in done.stderr.splitlines() if line.startswith("train.py:")]
-    assert done.programs[1].returncode == 1 and len(lines) == 1 and "lower --max_tokens_per_forward" in lines[0], done.stderr
+    assert done.programs[1].returncode == 1 and len(lines) == 1 and "lower --generation_batch_size" in lines[0], done.stderr
     assert "Traceback" not in done.stderr and "and once more" not in done.stdout
     assert saved_setting(tmp_path / "run", "training", "max_tokens_per_forward") == 200
 
@@ -259,7 +259,7 @@ def test_a_second_ctrl_c_leaves_at_once_with_one_line(tmp_path):
 @pytest.mark.parametrize("error,code,shown", [
     (RunError("wrong"), 1, "train.py: wrong"), (OSError(errno.ENOSPC, "No space left on device"), 1, "No space left"),
     (KeyboardInterrupt(), 130, "train.py: stopped at once; --resume continues"), (ValueError("--seed=x: wrong"), 2, "train.py: error: --seed=x: wrong"),
-    (OUT_OF_MEMORY[0], 1, "lower --max_tokens_per_forward"), (OUT_OF_MEMORY[1], 1, "lower --max_tokens_per_forward"),
+    (OUT_OF_MEMORY[0], 1, "lower --generation_batch_size"), (OUT_OF_MEMORY[1], 1, "lower --generation_batch_size"),
     (RuntimeError("a bug"), None, ""), (KeyError("a bug"), None, ""),
 ], ids=repr)
 def test_what_is_no_fault_of_the_program_ends_it_with_one_line_and_its_exit_code(error, code, shown, capsys):
