@@ -11,7 +11,7 @@ import torch
 import infer
 import sample
 from analysis import evaluation, report
-from config import Config
+from config import DEFAULTS, Config
 from data import load_examples
 from engine import make_engine
 from engine.errors import RunError
@@ -292,3 +292,11 @@ def test_settings_of_other_runs_do_not_control_the_terminal(tmp_path, capsys):
         (tmp_path / name / "metrics.jsonl").write_text('{"step": 0, "phase": "eval", "eval_accuracy": 0.5}\n')
     infer.main(["--report", str(tmp_path / "a"), str(tmp_path / "b")])
     assert "\\x1b]0;title\\x07" in capsys.readouterr().out
+
+
+def test_flags_that_are_not_given_have_the_defaults_of_the_configuration():
+    """trust_remote_code above all."""
+    args = vars(infer.parse_arguments(["--question", "1+1=?"]))
+    same = set(infer.FLAGS_OF_CONFIG) - {"reward_functions", "generation_batch_size", *infer.WHOLE}
+    assert {name: args[name] for name in same} == {name: DEFAULTS[name] for name in same}
+    assert vars(infer.parse_arguments(["--question", "q", "--trust_remote_code"]))["trust_remote_code"] is True
