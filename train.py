@@ -31,7 +31,6 @@ from runs.command_line import parse_config  # first, see runs/__init__.py
 
 import torch
 
-from analysis.reward_linter import print_points
 from config import Config, DataConfig, GRPOConfig, ModelConfig, TrainingConfig
 from engine.devices import shutdown
 from engine.errors import require
@@ -281,10 +280,12 @@ def take_and_log_step(run: Run, take_step: Callable) -> None:
 
 
 def main(argv: list[str]) -> None:
-    """Parse the flags and set up the run; then train, or with --check print points of its rewards."""
+    """Parse the flags and set up the run; then train, or with --check print its table of rewards."""
     with exit_on_errors("train.py"):
         run = set_up(parse_config(argv))
         if run.config.training.check:
+            from analysis.reward_linter import print_points  # here: for this flag alone
+
             print_points(run)
             run.console.print("the start-up check is ok")
     if not run.config.training.check:

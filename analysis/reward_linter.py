@@ -1,6 +1,6 @@
 """
-Score completions that are right, wrong, empty or list several answers, and say which points look wrong. What
-`train.py --check` prints.
+The table of `train.py --check`: rewards of completions that are right, wrong, empty or list several answers,
+and which of them look wrong.
 """
 
 import math
@@ -14,7 +14,7 @@ from rewards import compute_rewards_for_completions, text_of
 from sample import demonstrations_as_rollout
 
 KINDS = "gold", "empty", "wrong", "form", "spam", "newline"     # columns of the table, see docs/rewards.md
-EXAMPLES = 16                   # so many are scored
+EXAMPLES = 16                   # number of examples in the table
 
 
 def completions_of(example: dict, other: dict | None = None) -> dict[str, str]:
@@ -50,7 +50,8 @@ def lint(
 ) -> tuple[list[str], list[str]]:
     """Score the kinds of completions of examples, as a run with this GRPOConfig scores what it samples.
 
-    returns  the lines of the table, mean points by function and kind, and what looks wrong in their sum
+    returns  the lines of the table, mean rewards by function and kind, and what looks wrong in their sum
+    raises   ValueError if no completion is scored
     """
     kinds, rows = [], []
     for i, example in enumerate(examples):
@@ -70,7 +71,7 @@ def lint(
 
 
 def flags_of(points: dict[str, float]) -> list[str]:
-    """Return a phrase for each suspicious order of mean points by kind."""
+    """Return a phrase for each suspicious order of mean rewards by kind."""
     if not points:
         raise ValueError("--reward_functions: they score no completion; does the data have their columns?")
     if len(points) > 1 and max(points.values()) - min(points.values()) < 1e-9:
@@ -92,7 +93,7 @@ def flags_of(points: dict[str, float]) -> list[str]:
 
 
 def print_points(run) -> None:
-    """Print the points of a run's reward functions, unless they need conversations or a teacher alone."""
+    """Print the table of a run, unless its rewards are of conversations, or it has none but a teacher."""
     names = run.config.grpo.reward_functions
     if run.reward_functions and not run.environment and names != ["none"]:
         examples = list(islice(run.train_set, EXAMPLES))

@@ -29,11 +29,11 @@ def short_completions(most_tokens: int) -> GRPOConfig:
 def choose_engine(
     plain: Engine, ranks, prompts: list, config, longest_prompt: int | None = None
 ) -> tuple[Engine, str]:
-    """Return the shared engine where it is faster and, on all ranks, computes what the plain one does.
+    """Choose the shared engine where it is faster and, on all ranks, computes what the plain one does.
 
     prompts         as for Engine.sample;  config  a GRPOConfig
     longest_prompt  of the run, in tokens; None: share prompts of any length
-    returns         else the plain one; and a note if prompts should be shared and cannot be, or ""
+    returns         the engine, and a note if prompts should be shared and cannot be, or ""
     raises          ValueError if they cannot be and config.engine is "shared"
     """
     may_be_plain = longest_prompt and config.engine == "auto" and plain.device.type not in ("xla", "cuda")
@@ -122,7 +122,7 @@ def refuse_wrong_head(plain: Engine, rollout: Rollout, name: str = "policy") -> 
 
 
 def difference(model, what: str, left: torch.Tensor, right: torch.Tensor) -> str:
-    """Say by how much two tensors of log-probabilities differ, "" if by no more than rounding.
+    """Return by how much two tensors of log-probabilities differ, "" if by no more than rounding.
 
     In 16 bits with experts, on average: rounding changes the experts of a few tokens, by up to some nats.
     """
