@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, get_origin
 
 from grpo import BASELINES, LOSSES, SCALES
-from logprobs import distribution_of
 
 DEFAULT_REWARDS = {"correctness": 1.0, "reasoning_coherence": 0.2, "explanation_quality": 0.1}       # weights
 
@@ -210,25 +209,11 @@ class GRPOConfig:
         return self.kl_penalty_coef if self.use_kl_penalty else 0.0
 
     @property
-    def effective_kl_estimator(self) -> str:
-        """Return the estimator of the KL, also if --kl_estimator is empty."""
-        return self.kl_estimator or ("ratio_k3" if self.kl_in == "loss" else "k1")
-
-    @property
-    def kl_in_loss(self) -> bool:
-        """Return whether the KL penalty is a term of the loss."""
-        return self.kl_coef > 0 and self.kl_in == "loss"
-
-    @property
-    def exact_kl(self) -> bool:
-        """Return whether that term is the exact KL, so that the reference is forwarded with the policy."""
-        return self.kl_in_loss and self.effective_kl_estimator == "exact"
-
-    @property
-    def loss_terms(self) -> list[str]:
-        """Return the names of the loss, its terms and statistics, as in metrics.jsonl."""
-        terms = ["total_loss", "policy_loss", "entropy", "clip_fraction", "ratio_deviation", "approx_kl"]
-        return terms + ["kl"] * self.kl_in_loss + ["value_loss"] * self.use_value_head
+    def kl_term(self) -> str:
+        """Return how the KL is a term of the loss: exact, sampled (estimated from the tokens), or ""."""
+        if not self.kl_coef or self.kl_in == "reward":
+            return ""
+        return "exact" if self.kl_estimator == "exact" else "sampled"
 
     @property
     def scale(self) -> str:
@@ -236,12 +221,7 @@ class GRPOConfig:
         return self.advantage_scale if self.normalize_advantages else "none"
 
     @property
-    def distribution(self) -> dict:
-        """Return keyword arguments of completion_log_probs that turn logits into the sampled distribution."""
-        return distribution_of(self)
-
-    @property
-    def effective_importance_cap(self) -> float:
+    def importance_weight_cap(self) -> float:
         """Return the cap of importance weights, 0 for no weights."""
         rounds_differently = self.engine == "vllm" and not LOSSES[self.loss_type].corrects_sampler
         return self.importance_cap or (2.0 if rounds_differently else 0.0)
@@ -253,12 +233,9 @@ class GRPOConfig:
         return dict(loss_type=self.loss_type) | clips | parse_options(self.loss_options)
 
     @property
-    def with_supervised_loss(self) -> "GRPOConfig":
-        """Return this section with the loss of supervised training: REINFORCE at temperature 1 alone."""
-        return dataclasses.replace(
-            self, loss_type="reinforce", loss_options=[], ppo_epochs=1, minibatch_size=0, entropy_coef=0.0,
-            use_kl_penalty=False, use_value_head=False, generation_temperature=1.0, generation_top_k=0,
-            generation_top_p=1.0, generation_min_p=0.0)
+    def aggregation(self) -> str:
+        """Return how token_weights averages over tokens."""
+        return LOSSES[self.loss_type].aggregation
 
 
 @dataclass(frozen=True)
@@ -455,7 +432,7 @@ def check_combinations(config: GRPOConfig, training: TrainingConfig, updates_per
         low, high = bounds.get(name, (math.nan, math.nan))
         fix = f"{config.loss_type} takes {known}, as name=number"
         reject(config, ("loss_options", not low <= value <= high, fix))
-    size, estimator = config.num_completions_per_prompt, config.effective_kl_estimator
+    size, estimator = config.num_completions_per_prompt, config.kl_estimator
     has_ratio = "log_ratio" in inspect.signature(loss.per_token).parameters
     reject(
         config,
@@ -466,17 +443,17 @@ def check_combinations(config: GRPOConfig, training: TrainingConfig, updates_per
         ("advantage_scale", config.scale == "mean" and (
             config.reward_combination == "gdpo" or config.overlong == "penalise"),
          "is for points from 0 up; leave out --reward_combination gdpo and --overlong penalise"),
-        ("kl_estimator", config.kl_coef > 0 and config.kl_in == "reward" and estimator != "k1",
+        ("kl_estimator", config.kl_coef > 0 and config.kl_in == "reward" and estimator not in ("", "k1"),
          "in a reward only k1 pulls the policy to the reference; leave it out"),
-        ("kl_estimator", config.kl_in_loss and estimator == "k1",
+        ("kl_estimator", config.kl_term and estimator == "k1",
          "in a loss its gradient is 0 on average; take ratio_k3, or --kl_in reward"),
-        ("reference_offload", config.reference_offload and config.kl_coef > 0 and estimator == "exact",
+        ("reference_offload", config.reference_offload and config.kl_term == "exact",
          "--kl_estimator exact needs the reference in every forward pass, ratio_k3 once per rollout"),
         ("reference_path", config.reference_path and not config.kl_coef,
          "nothing is compared with it; add --use_kl_penalty true"),
         ("reference_mode", config.reference_path and config.reference_mode != "static",
          "the model of --reference_path stays as it is; leave out one of the two"),
-        ("reward_functions", config.reward_functions == ["none"] and not config.kl_in_loss,
+        ("reward_functions", config.reward_functions == ["none"] and not config.kl_term,
          "nothing would be learned: add --use_kl_penalty true and the --reference_path of a teacher"),
         ("baseline", config.use_value_head and config.baseline != "group_mean",
          "--use_value_head takes the value as the baseline; leave out one of the two"),

@@ -1,15 +1,15 @@
 """
 The mathematics of GRPO: tensors in, tensors out. No model, no files, no devices. Each function but
-policy_loss, token_loss and gspo works alone, copied below `import torch` and `from torch import Tensor`
+policy_loss, token_loss, value_loss and gspo works alone, copied below `import torch` and `from torch import Tensor`
 without the rest of this file; these need what they call.
 
-A step calls compute_group_advantages and policy_loss (by default clipped_loss of each token, then aggregate).
-A new loss is a function and an entry of LOSSES: flags and explanations are read from that table. A
-loss_type is the loss of a paper alone, without its baseline, sampling or clip range.
+A step calls compute_group_advantages and policy_loss (by default clipped_loss of each token, times the weight
+of the token). A new loss is a function and an entry of LOSSES: flags and explanations are read from that table.
+loss_type selects only the loss; set the paper's baseline, sampling and clip range separately.
 
 Departures from the GRPO paper (arXiv:2402.03300): groups of equal rewards have exactly zero advantage, the
 default aggregation is DAPO's token mean, the KL in the loss is k3 times the ratio (kl_penalty says why), and
-denominators are arguments, so that micro-batches add up to one big batch. Formulas in the docstrings are
+weights of tokens are arguments, so that micro-batches add up to one big batch. Formulas in the docstrings are
 Python expressions.
 
 Shapes: P prompts per step, G completions of each, B = P*G rows (or some of them), those of a prompt adjacent,
@@ -224,9 +224,9 @@ class Loss:
     """An entry of LOSSES. The docstring of the function has its formula, its parameters say what it reads."""
 
     per_token: Callable
-    aggregation: str                                      # see aggregate
+    aggregation: str                                      # see token_weights
     bounds: dict = field(default_factory=dict)            # option -> its least and its largest value
-    corrects_sampler: bool = False                        # its ratio is policy / sampler: no weights
+    corrects_sampler: bool = False                        # its ratio is policy / sampler: no importance weights
 
 
 DUAL_CLIP, LIMITS = {"dual_clip": (1.0, torch.inf)}, {"alpha": (0.0, 1.0), "beta": (1.0, torch.inf)}
@@ -261,8 +261,11 @@ def token_loss(
         raise ValueError(f"unknown {loss_type=}: choose one of {', '.join(LOSSES)}")
     if unknown := sorted(options.keys() - LOSSES[loss_type].bounds):
         raise ValueError(f"{loss_type} has no option {unknown}; its options: {[*LOSSES[loss_type].bounds]}")
-    if advantages.ndim == 1:
-        advantages = advantages[:, None]                                         # (B, 1)
+    advantages = advantages[:, None] if advantages.ndim == 1 else advantages     # (B, 1)
+    if len(advantages) != len(mask) or advantages.shape[1] not in (1, mask.shape[1]):
+        raise ValueError(
+            f"advantages must be (B,), (B, 1) or (B, T) = {tuple(mask.shape)}, got {tuple(advantages.shape)}; "
+            "those of compute_group_advantages, (P, G): advantages.flatten()")
     # Mask before exp(): padding may hold -inf, and nan * 0 is nan, in the gradient as well.
     log_ratio = torch.where(mask, logp - old_logp, 0.0)                          # (B, T), 0 on policy
     loss, removed = LOSSES[loss_type].per_token(                                 # (B, T) each
@@ -285,72 +288,72 @@ def too_unlikely(log_ratio: Tensor, advantages: Tensor, mask: Tensor, off_policy
     return (advantages < 0) & (distance > off_policy_limit)
 
 
-def aggregate(
-    x: Tensor, mask: Tensor, aggregation: str, *, num_tokens, num_sequences=None, max_tokens=None,
-    num_prompts=None, group_tokens: Tensor | None = None,
+def token_weights(
+    mask: Tensor, aggregation: str = "token_mean", *, group_tokens: Tensor | None = None,
+    max_tokens: int | None = None,
 ) -> Tensor:
-    """Reduce per-token values x (B, T) to a scalar, divided by counts of the whole update.
+    """Compute the factor of each token in the loss of an update: loss = (token_losses * weights).sum().
 
-        token_mean      x / num_tokens                      tokens weigh the same
-        sequence_mean   x / length / num_sequences          completions weigh the same
-        prompt_mean     x / group_tokens / num_prompts      prompts weigh the same
-        constant        x / (num_sequences * max_tokens)    max_tokens is the generation limit
+        token_mean      1 / num_tokens                      tokens weigh the same
+        sequence_mean   1 / length / num_sequences          completions weigh the same
+        prompt_mean     1 / group_tokens / num_prompts      prompts weigh the same
+        constant        1 / (num_sequences * max_tokens)
 
-    summed over tokens where mask (B, T) is True; length counts those of a row, group_tokens (B, 1) those of
-    all completions of its prompt, num_sequences rows with any.
+    Weights are computed once, over all rows of an update, so the losses of micro-batches add up. length counts
+    the tokens of a row where mask is True, num_tokens those of all rows; num_sequences the rows with any. Of a
+    group with some of its rows elsewhere, num_prompts counts the share of its tokens that is here.
+
+    mask          (B, T) bool
+    group_tokens  (B, 1) tokens of all completions of the row's prompt; None: the rows are one group
+    max_tokens    the limit of a completion's length; None: T
+    returns       (B, T) float32, 0 where mask is False. All but constant sum to 1
     """
-    divisors = {
-        "token_mean": dict(num_tokens=num_tokens), "sequence_mean": dict(num_sequences=num_sequences),
-        "prompt_mean": dict(num_prompts=num_prompts, group_tokens=group_tokens),
-        "constant": dict(num_sequences=num_sequences, max_tokens=max_tokens),
-    }
-    if aggregation not in divisors:
-        raise ValueError(f"{aggregation=} must be one of {', '.join(divisors)}")
-    if missing := [name for name, count in divisors[aggregation].items() if count is None]:
-        raise ValueError(f"{aggregation=} divides by {' and '.join(missing)}: pass those of the whole update")
-    x = torch.where(mask, x, 0.0)
+    lengths = mask.sum(dim=1, keepdim=True)                                      # (B, 1)
+    num_sequences = (lengths > 0).sum().clamp(min=1)
     if aggregation == "token_mean":
-        return x.sum() / num_tokens
-    if aggregation == "sequence_mean":
-        return (x / mask.sum(dim=1, keepdim=True).clamp(min=1)).sum() / num_sequences
-    if aggregation == "prompt_mean":
-        return (x / group_tokens).sum() / num_prompts
-    return x.sum() / (num_sequences * max_tokens)
+        divisor = lengths.sum().clamp(min=1)
+    elif aggregation == "sequence_mean":
+        divisor = lengths.clamp(min=1) * num_sequences
+    elif aggregation == "prompt_mean":
+        group_tokens = (lengths.sum() if group_tokens is None else group_tokens).clamp(min=1).double()
+        num_prompts = (mask / group_tokens).sum()
+        divisor = group_tokens * torch.where(num_prompts > 0, num_prompts, 1.0)
+    elif aggregation == "constant":
+        divisor = num_sequences * (max_tokens or mask.shape[1])
+    else:
+        raise ValueError(f"{aggregation=} must be token_mean, sequence_mean, prompt_mean or constant")
+    return (mask / divisor.double()).float()
+
+
+def weighted_loss(x: Tensor, weights: Tensor) -> Tensor:
+    """Add up x * weights, (B, T) each. Where the weight is 0, x may hold anything, such as -inf or NaN."""
+    return (torch.where(weights != 0, x, 0.0) * weights).sum()
 
 
 def policy_loss(
-    logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor, *, loss_type: str = "dapo", num_tokens,
-    num_sequences=None, max_tokens=None, num_prompts=None, group_tokens: Tensor | None = None,
-    weights: Tensor | None = None, **options,
+    logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor, weights: Tensor | None = None, *,
+    loss_type: str = "dapo", **options,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute the loss whose gradient raises the probability of completions with positive advantage.
 
     logp        (B, T) nats, with gradient;  old_logp  (B, T) nats, anything where mask is False
     advantages  (B,), (B, 1) or (B, T);      mask      (B, T) bool, True on tokens that the policy chose
-    loss_type   a key of LOSSES, which names the loss of a token and how tokens are averaged
-    num_tokens, num_sequences, max_tokens, num_prompts, group_tokens  of the update, all micro-batches and
-                processes: see aggregate
-    weights     (B, T) without gradient, factors of each token's loss: see importance_weights
-    options     clip_low=0.2, clip_high=0.2 and others: see token_loss
-    returns     loss, a scalar; and stats without gradient, which add up over micro-batches as well:
-                clip_fraction (share of num_tokens whose gradient was removed, or whose weight was capped),
-                ratio_deviation (mean over num_tokens of |ratio - 1|), approx_kl (nats, mean over num_tokens
-                of ratio - 1 - log ratio: the distance from the policy that old_logp belongs to)
+    weights     (B, T) factor of each token's loss: see token_weights; None: those of the loss type, over the
+                rows given
+    loss_type   a key of LOSSES;  options  clip_low=0.2, clip_high=0.2 and others: see token_loss
+    returns     loss, a scalar; and statistics (B, T) without gradient, to be averaged over tokens:
+                clip_fraction (1 where the gradient was removed, or the ratio capped), ratio_deviation
+                (|ratio - 1|), approx_kl (ratio - 1 - log ratio, in nats: its mean estimates the KL from the
+                policy that old_logp belongs to)
     """
     token_losses, removed, log_ratio = token_loss(                               # (B, T) each
         logp, old_logp, advantages, mask, loss_type=loss_type, **options)
-    if weights is not None:
-        token_losses = token_losses * weights
-    loss = aggregate(
-        token_losses, mask, LOSSES[loss_type].aggregation, num_tokens=num_tokens, max_tokens=max_tokens,
-        num_sequences=num_sequences, num_prompts=num_prompts, group_tokens=group_tokens)
+    if weights is None:
+        weights = token_weights(mask, LOSSES[loss_type].aggregation)
     ratio = log_ratio.clamp(-20, 20).exp()                                       # 1 where mask is False
-    stats = {
-        "clip_fraction": (removed & mask).sum() / num_tokens,
-        "ratio_deviation": (ratio - 1).abs().sum() / num_tokens,
-        "approx_kl": (ratio - 1 - log_ratio).sum() / num_tokens,
-    }
-    return loss, stats
+    return weighted_loss(token_losses, weights), {
+        "clip_fraction": (removed & mask).float(), "ratio_deviation": (ratio - 1).abs(),
+        "approx_kl": ratio - 1 - log_ratio}
 
 
 def kl_penalty(
@@ -393,9 +396,10 @@ def overlong_penalty(lengths: Tensor, *, max_tokens: int, buffer: int) -> Tensor
 
 
 def importance_weights(trainer_logp: Tensor, sampling_logp: Tensor, mask: Tensor, *, cap: float) -> Tensor:
-    """Compute factors that correct the distribution of a sampler, such as vLLM, whose arithmetic differs a
+    """Compute factors of advantages that correct for a sampler, such as vLLM, whose arithmetic differs a
     little from the trainer's. A weight is trainer / sampler, at the same parameters; a ratio is policy now /
-    policy before the updates.
+    policy before the updates. Weights are not negative, so to multiply the advantages by them multiplies
+    every loss of LOSSES.
 
         min(exp(trainer_logp - sampling_logp), cap)
 
@@ -409,20 +413,22 @@ def importance_weights(trainer_logp: Tensor, sampling_logp: Tensor, mask: Tensor
 
 
 def value_loss(
-    values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, *, num_tokens, clip: float = 0.2
+    values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, weights: Tensor | None = None, *,
+    clip: float = 0.2,
 ) -> Tensor:
     """Compute the squared error of a critic, clipped to within clip of its values at sampling time.
 
-        0.5 * max((V - R)**2, (clip(V, old_V - c, old_V + c) - R)**2) / num_tokens
+        0.5 * max((V - R)**2, (clip(V, old_V - c, old_V + c) - R)**2) * weight
 
     summed over the tokens where mask is True; c is the argument clip.
 
-    values (with gradient), old_values, returns  (B, T) points;  mask  (B, T) bool;  returns scalar, points^2
-    num_tokens counts the whole update. PPO's value clipping: arXiv:2005.12729 sec. 3.
+    values (with gradient), old_values, returns  (B, T): V, old_V, R;  mask  (B, T) bool
+    weights  (B, T) as for policy_loss; None: a mean over tokens
+    returns  a scalar. PPO's value clipping: arXiv:2005.12729 sec. 3.
     """
     near = old_values + (values - old_values).clamp(-clip, clip)
-    error = torch.maximum((values - returns).square(), (near - returns).square())
-    return 0.5 * torch.where(mask, error, 0.0).sum() / num_tokens
+    error = 0.5 * torch.maximum((values - returns).square(), (near - returns).square())
+    return weighted_loss(error, token_weights(mask) if weights is None else weights * mask)
 
 
 def generalized_advantage_estimation(

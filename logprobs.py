@@ -15,7 +15,7 @@ b rows of a pass of L tokens, N tokens of the policy in them, n of those at once
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 
 import torch
@@ -35,28 +35,36 @@ class LogProbs:
     logp: Tensor                        # (rows, T) nats, with gradient; 0 where completion_mask is False
     entropy: Tensor                     # (rows, T) nats, of the same distribution; 0 there too
     kl: Tensor | None = None            # (rows, T) nats, KL(policy || reference), with a reference
-    values: Tensor | None = None        # (rows, T) points expected before each token, with a value head
+    values: Tensor | None = None        # (rows, T) reward expected before each token, with a value head
+
+    def computed(self) -> dict[str, Tensor]:
+        """Return the results that are there, by name."""
+        return {name: x for name, x in vars(self).items() if x is not None}
+
+    @classmethod
+    def empty(cls, length: int) -> "LogProbs":
+        """Return the results of no rows, (0, length)."""
+        return cls(*(torch.zeros(0, length) for _ in fields(cls)))
 
 
 def completion_log_probs(
-    model, rollout, rows: Tensor | None = None, *, temperature: float = 1.0, top_k: int = 0,
-    top_p: float = 1.0, min_p: float = 0.0, reference=None, value_head=None,
+    model, rollout, rows: Tensor | None = None, *, reference=None, value_head=None,
     run_forward: Callable = lambda model, forward: forward(),
 ) -> LogProbs:
-    """Compute log p(token | all tokens before it) under the policy: model, temperature, top-k, top-p, min-p.
+    """Compute log p(token | all tokens before it) under a model, with the distribution of the rollout.
 
-    rollout     prompt_ids, prompt_mask (P, Tp), completion_ids, completion_mask (B, T), with B = P * G
+    rollout     prompt_ids, prompt_mask (P, Tp), completion_ids, completion_mask (B, T), with B = P * G; and
+                distribution, arguments of restrict_logits: sampler and trainer cannot differ in them
     rows        indices of some of the B rows, in any order; None: all of them
     reference   another model of the same vocabulary, for the exact KL at every position. It is a sum over the
                 vocabulary that the policy keeps, with both distributions normalised over that; no gradient
-    value_head  a module from hidden states (N, H) to points (N,)
+    value_head  a module from hidden states (N, H) to values (N,)
     run_forward  run_forward(model, forward) calls forward(), a pass of the model. Where weights are sharded
                 over processes, engine/plain.py gives one that gathers them around it
     """
     rows = torch.arange(len(rollout.completion_ids)) if rows is None else rows.cpu()
     device = next(model.parameters()).device
     inputs, predicting_position, target_ids = lay_out(rollout, rows, device)
-    distribution = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     reference_hidden = None
     if reference is not None:
         with torch.no_grad():
@@ -65,7 +73,7 @@ def completion_log_probs(
 
     def forward() -> list[Tensor | None]:                 # all that uses the model's weights
         hidden = hidden_states(model, inputs, predicting_position)
-        chunk_of_head = partial(head_log_probs, model, distribution, reference)
+        chunk_of_head = partial(head_log_probs, model, rollout.distribution, reference)
         size = tokens_in_chunk(len(model.get_output_embeddings().weight), device)
         results = in_chunks(chunk_of_head, size, hidden, target_ids, reference_hidden)
         # A clone, since FSDP warns of views.
@@ -123,7 +131,7 @@ def head_log_probs(
     if reference_hidden is None:
         return [logp, entropy]
     with torch.no_grad():
-        log_q = compute_logits(reference, reference_hidden).to(logits.dtype) / distribution["temperature"]
+        log_q = compute_logits(reference, reference_hidden).to(logits.dtype) / distribution.get("temperature", 1.0)
         log_q = log_q.masked_fill(logits == -torch.inf, -torch.inf).log_softmax(dim=-1)
     return [logp, entropy, (p * (finite_log_p - log_q.masked_fill(p == 0, 0.0))).sum(dim=-1)]
 
@@ -159,7 +167,7 @@ def scale_and_softcap(model, raw: Tensor) -> Tensor:
 
 
 def restrict_logits(
-    logits: Tensor, *, temperature: float, top_k: int, top_p: float, min_p: float = 0.0,
+    logits: Tensor, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0,
     chosen: Tensor | None = None,
 ) -> Tensor:
     """Return the logits of the distribution that is sampled from; a softmax of the result is the policy.
@@ -193,7 +201,10 @@ def restrict_logits(
 
 
 def distribution_of(config) -> dict:
-    """Return the distribution that is sampled from. Temperature 0: the most likely token or one of them."""
+    """Return the arguments of restrict_logits that a configuration asks for.
+
+    Temperature 0: the most likely token, or one of several that are equally likely.
+    """
     greedy = config.generation_temperature == 0
     return dict(
         temperature=1.0 if greedy else config.generation_temperature,
@@ -231,7 +242,7 @@ def micro_batches(rollout, rows: Tensor, max_tokens: int, min_batches: int = 1) 
     """Split rows into batches of at most max_tokens tokens, padding included; a longer row is alone.
 
     Rows are sorted by length, the longest first, so that similar ones share a batch. Any split gives the same
-    gradient to rounding, since losses take their denominators from the whole update.
+    gradient to rounding, since the weights of tokens are those of the whole update.
 
     min_batches  at least so many, if there are as many rows
     """

@@ -6,8 +6,8 @@ values in transformers' cache are copied for each completion. Then a loop sample
 until it ends with a stop token or at the length limit. engine/sampler.py draws the same without copies: what
 train.py runs on a GPU, and where prompts are long (--engine).
 
-Each completion has random numbers of its own, from the seed, its prompt's ids, how often these came before,
-and its number in the group. So it is the same alone and in a batch, up to the rounding of the model.
+Each completion has its own RNG stream, from the seed of its prompt and its number in the group, so results do
+not depend on batching, up to the rounding of the model.
 With an environment the policy takes turns, each up to a stop token, and `reply` adds an environment's tokens
 behind them. They are forwarded one by one, like the others:
 
@@ -20,12 +20,11 @@ adjacent, T completion tokens, b rows that are forwarded, H hidden size, V vocab
 """
 
 import functools
-import hashlib
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from inspect import signature
+from itertools import compress
 
 import numpy as np
 import torch
@@ -48,16 +47,17 @@ class Rollout:
     prompt_mask: Tensor         # (P, Tp) bool
     completion_ids: Tensor      # (B, T) right-padded; an environment's tokens are among them
     completion_mask: Tensor     # (B, T) bool, True on the tokens that the policy sampled
-    sampling_logp: Tensor       # (B, T) nats, under the distribution that was sampled from; 0 elsewhere
+    sampling_logp: Tensor       # (B, T) nats, under the distribution; 0 elsewhere
     finished: Tensor            # (B,) bool, False if the length limit came first
     completions: list           # B texts without stop token; with an environment, lists of messages
-    turn_points: Tensor | None = None   # (B, T) points of turns, at their ends; NaN: the environment raised
+    distribution: dict = field(default_factory=dict)    # arguments of restrict_logits; {}: the model's own
+    turn_points: Tensor | None = None   # (B, T) rewards of turns, at their ends; NaN: the environment raised
     environments: list | None = None    # B instances of a class, one for each conversation
 
 
 def sample_completions_for_prompts(
-    model, tokenizer, prompts: list, config, *, seed: int, num_completions: int | None = None,
-    repeats: list[int] | None = None, reply: Callable | None = None,
+    model, tokenizer, prompts: list, config, *, seed: int | Sequence, num_completions: int | None = None,
+    reply: Callable | None = None,
 ) -> Rollout:
     """Sample a group of completions for each prompt.
 
@@ -65,15 +65,14 @@ def sample_completions_for_prompts(
     config     has num_completions_per_prompt, generation_max_length (new tokens), generation_temperature
                (0: the most likely token), generation_top_k (0: all), generation_top_p (1: all),
                generation_min_p (0: all), generation_batch_size (completions at once, or a group; 0: all)
+    seed       an integer; or a sequence with an integer or a tuple of integers for each prompt
     num_completions  G, if not the config's
-    repeats    how often each prompt came before in a larger batch; by default in this one
     reply      reply(row, ids after the prompt) -> ids: what an environment adds when a turn has ended, [] at
                the end. None: a completion is one turn
     """
     group_size = num_completions or config.num_completions_per_prompt
     prompt_ids = [encode_prompt(tokenizer, prompt) for prompt in prompts]
-    repeats = count_repeats(prompt_ids) if repeats is None else repeats
-    uniforms = uniform_streams(prompt_ids, repeats, group_size, config.generation_max_length, seed)
+    uniforms = uniform_streams(seed, len(prompts), group_size, config.generation_max_length)
     prompts_at_once = max(1, (config.generation_batch_size or len(uniforms)) // group_size)
     distribution = distribution_of(config)
     parts = []
@@ -84,11 +83,12 @@ def sample_completions_for_prompts(
             batch_reply = reply and (lambda row, ids, first_row=first_row: reply(first_row + row, ids))
             parts.append(sample_batch(model, tokenizer, batch, batch_uniforms, distribution, batch_reply))
     columns = map(torch.cat, zip(*parts, strict=True))    # ids, sampled, filled, logp, finished of all
-    return make_rollout(tokenizer, prompt_ids, *columns)
+    return make_rollout(tokenizer, prompt_ids, distribution, *columns)
 
 
 def sample_batch(
-    model, tokenizer, prompts: list[list[int]], uniforms: Tensor, distribution: dict, reply: Callable | None
+    model, tokenizer, prompts: list[list[int]], uniforms: Tensor, distribution: dict,
+    reply: Callable | None,
 ) -> tuple[Tensor, ...]:
     """Sample the completions of some prompts together. Here B and T are those of uniforms.
 
@@ -213,45 +213,33 @@ def sampling_mode(model):
 # ---- random numbers ----------------------------------------------------------------------------------------
 
 
-def count_repeats(prompts: list) -> list[int]:
-    """Count for each prompt how often it occurred before in the batch."""
-    seen: Counter[str] = Counter()
-    repeats = []
-    for prompt in map(str, prompts):
-        repeats.append(seen[prompt])
-        seen[prompt] += 1
-    return repeats
-
-
-def uniform_streams(
-    prompts: list[list[int]], repeats: list[int], group_size: int, length: int, seed: int
-) -> Tensor:
-    """Draw (B, length) float32 in [0, 1): a stream for each completion from seed, prompt and sibling number.
-
-    repeats  how often each prompt came before: it has other random numbers each time
-    """
-    generators = random_generators(prompts, repeats, group_size, seed)
+def uniform_streams(seed: int | Sequence, num_prompts: int, group_size: int, length: int) -> Tensor:
+    """Draw (B, length) float32 in [0, 1): a stream for each completion, see random_generators."""
+    generators = random_generators(seed, num_prompts, group_size)
     return torch.from_numpy(np.stack([each.random(length, dtype=np.float32) for each in generators]))
 
 
-def random_generators(
-    prompts: list[list[int]], repeats: list[int], group_size: int, seed: int
-) -> list[np.random.Generator]:
-    """Return a random generator for each of the B completions; arguments as for uniform_streams."""
-    generators = []
-    for prompt, occurrence in zip(prompts, repeats, strict=True):
-        key = hashlib.blake2b(np.array(prompt, dtype=np.int64).tobytes(), digest_size=8).digest()
-        for sibling in range(group_size):
-            generators.append(np.random.default_rng([seed, int.from_bytes(key), occurrence, sibling]))
-    return generators
+def random_generators(seed: int | Sequence, num_prompts: int, group_size: int) -> list[np.random.Generator]:
+    """Return a generator for each of the B completions, from its prompt's seed and its number in the group.
+
+    seed  an integer, from which prompt p gets (seed, p); or an integer or a tuple for each prompt
+    """
+    seeds = [(seed, p) for p in range(num_prompts)] if isinstance(seed, int) else seed
+    if len(seeds) != num_prompts:
+        raise ValueError(f"seed: {len(seeds)} for {num_prompts} prompts; pass an integer, or one for each")
+    of_prompts = [(each,) if isinstance(each, int) else each for each in seeds]
+    return [
+        np.random.default_rng([*of_prompt, sibling])
+        for of_prompt in of_prompts for sibling in range(group_size)
+    ]
 
 
 # ---- rollouts ----------------------------------------------------------------------------------------------
 
 
 def make_rollout(
-    tokenizer, prompts: list[list[int]], ids: Tensor, sampled: Tensor, filled: Tensor, logp: Tensor,
-    finished: Tensor,
+    tokenizer, prompts: list[list[int]], distribution: dict, ids: Tensor, sampled: Tensor,
+    filled: Tensor, logp: Tensor, finished: Tensor,
 ) -> Rollout:
     """Return sampled completions as a Rollout, without the columns after the longest one.
 
@@ -265,7 +253,8 @@ def make_rollout(
     completions = [
         decode_completion(tokenizer, row[:end]) for row, end in zip(ids.tolist(), ends, strict=True)]
     ids = ids.masked_fill(~filled, tokenizer.pad_token_id)
-    return Rollout(*left_pad(prompts, tokenizer.pad_token_id), ids, sampled, logp, finished, completions)
+    prompts = left_pad(prompts, tokenizer.pad_token_id)
+    return Rollout(*prompts, ids, sampled, logp, finished, completions, distribution)
 
 
 def decode_completion(tokenizer, ids: list[int]) -> str:
@@ -288,7 +277,7 @@ def demonstrations_as_rollout(model, tokenizer, examples: list[dict], encode=enc
     return Rollout(
         *left_pad(prompts, tokenizer.pad_token_id), completion_ids, mask,
         sampling_logp=torch.zeros(mask.shape), finished=torch.ones(len(rows), dtype=torch.bool),
-        completions=[e["completion"] for e in examples],
+        completions=[e["completion"] for e in examples], distribution={},
     )
 
 
@@ -314,3 +303,52 @@ def left_pad(sequences: list[list[int]], pad_id: int) -> tuple[Tensor, Tensor]:
 def positions_of(mask: Tensor) -> Tensor:
     """Number the True entries of each row 0, 1, 2, ...; padding before them gets 0."""
     return (mask.long().cumsum(dim=1) - 1).clamp(min=0)
+
+
+# ---- joining and selecting groups --------------------------------------------------------------------------
+# Field by field, so that a field that is added to Rollout, or to Groups in experience.py, takes part.
+
+
+def concatenate(parts: list, name: str = ""):
+    """Concatenate the groups of several rollouts, or of their fields.
+
+    Tensors are padded with 0 to the longest row, on the left if the name of their field begins with prompt_.
+    Lists are joined; dicts and dataclasses entry by entry; anything else has to be equal in all parts.
+    """
+    first = parts[0]
+    if any(type(part) is not type(first) for part in parts):
+        raise TypeError(f"{name}: parts are of different types: {sorted({type(x).__name__ for x in parts})}")
+    if isinstance(first, Tensor) and first.ndim < 2:
+        return torch.cat(parts)
+    if isinstance(first, Tensor):
+        return pad_rows([row for part in parts for row in part], left=name.startswith("prompt_"))
+    if isinstance(first, list):
+        return [entry for part in parts for entry in part]
+    if isinstance(first, dict):
+        if any(part.keys() != first.keys() for part in parts):
+            raise ValueError(f"{name}: parts have different entries: {[list(part) for part in parts]}")
+        return {key: concatenate([part[key] for part in parts], key) for key in first}
+    if is_dataclass(first):
+        names = [f.name for f in fields(first)]
+        return replace(first, **{n: concatenate([getattr(part, n) for part in parts], n) for n in names})
+    if any(part != first for part in parts):
+        raise ValueError(f"{name}: cannot be concatenated: {parts!r:.200}")
+    return first
+
+
+def select(item, kept: Tensor, name: str = ""):
+    """Return the groups of a rollout, or of one of its fields, where kept (P,) is True.
+
+    Tensors and lists have P or P * G entries. Dicts and dataclasses are selected entry by entry.
+    """
+    if item is None or isinstance(item, bool | int | float | str):               # of the whole rollout
+        return item
+    if isinstance(item, dict):
+        return {key: select(x, kept, key) for key, x in item.items()}
+    if is_dataclass(item):
+        names = [f.name for f in fields(item)]
+        return replace(item, **{n: select(getattr(item, n), kept, n) for n in names})
+    if not isinstance(item, Tensor | list) or len(item) % len(kept):
+        raise TypeError(f"{name}: not a tensor or list with entries for each prompt: {item!r:.100}")
+    rows = kept.repeat_interleave(len(item) // len(kept))
+    return item[rows] if isinstance(item, Tensor) else list(compress(item, rows.tolist()))

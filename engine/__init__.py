@@ -1,4 +1,4 @@
-"""Engines, which sample and score: plain, shared prompts, vLLM. Their attention, devices, ranks, sharding."""
+"""Policies for any device and many processes: shared prompts, vLLM, ranks, sharding, LoRA, 16 bits."""
 
 
 def saves_tokens(prompt_tokens: int, config) -> bool:
@@ -11,14 +11,25 @@ def saves_tokens(prompt_tokens: int, config) -> bool:
 
 
 def make_engine(name: str, model, tokenizer, *, max_tokens: int = 2048):
-    """Return the engine of a name, plain or shared; VLLM is made of one of them (engine/vllm_engine.py).
+    """Return the policy of an engine's name: plain, shared, or vllm, which trains as plain.
 
     max_tokens  tokens of a forward pass in training, the same on all ranks
     """
     # Here: engine/errors.py, which the sandbox imports, loads without torch.
-    from engine.plain import Engine
-    from engine.shared import Shared
+    if name not in ("plain", "shared", "vllm"):
+        raise ValueError(f"make_engine: {name} must be plain, shared or vllm")
+    if name == "shared":
+        from engine.shared import Shared
 
-    if name not in ("plain", "shared"):
-        raise ValueError(f"make_engine: {name} must be plain or shared")
-    return (Engine if name == "plain" else Shared)(model, tokenizer, max_tokens=max_tokens)
+        return Shared(model, tokenizer, max_tokens=max_tokens)
+    from engine.device_policy import DevicePolicy, runs_in_core
+    from policy import Policy
+
+    if name == "plain" and runs_in_core(model):
+        return Policy(model, tokenizer, max_tokens=max_tokens)
+    policy = DevicePolicy(model, tokenizer, max_tokens=max_tokens)
+    if name == "vllm":
+        from engine.vllm_engine import VLLM
+
+        policy.sampler = VLLM(policy)
+    return policy

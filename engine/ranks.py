@@ -5,13 +5,13 @@ the work; on XLA it drives all devices and ends its programs here.
 All ranks call every method, in the same order. Ranks of one tensor-parallel group do the same work.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from engine import devices
-from engine.devices import all_gather_object, cut_graph, num_processes, process_rank, sum_in_place
+from engine.devices import all_gather_object, num_processes, process_rank, sum_in_place
 from engine.errors import RunError
 
 CPU = torch.device("cpu")
@@ -55,17 +55,6 @@ class Ranks:
         if first is not None:
             raise failure if first == process_rank() else outcomes[first][0]
         return [result for _, had_work, result in outcomes[:: devices.tensor_parallel] if had_work]
-
-    def in_lockstep(self, batches: list) -> Iterator[tuple[object, int]]:
-        """Yield (batch, 1) for this rank's batches, then (a batch, 0) until all ranks have had as many.
-
-        A forward pass of a sharded model needs all ranks. What is computed with 0 must not be counted.
-        """
-        cut_graph(self.device)
-        for start in range(0, len(batches), self.size):
-            index = start + self.rank
-            yield batches[min(index, len(batches) - 1)], int(index < len(batches))
-            cut_graph(self.device)
 
     def sum(self, count):
         """Sum a number, or a tensor on the CPU, over all ranks."""

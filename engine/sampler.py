@@ -10,7 +10,7 @@ completion: tokens drawn for padding, and for completions that have ended, are w
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from data import encode_prompt
 from engine.cache import PrefixCache
 from engine.devices import bucket, cut_graph, recorded
 from logprobs import compute_logits, distribution_of, restrict_logits
-from sample import Rollout, make_rollout, count_repeats, sampling_mode, stop_token_ids, uniform_streams
+from sample import Rollout, make_rollout, sampling_mode, stop_token_ids, uniform_streams
 
 # Tokens of a completion that the cache has room for at first, and the share of active rows below which others
 # are dropped. Both change shapes, after which XLA compiles another program and CUDA records another graph.
@@ -32,8 +32,8 @@ KEPT_TOKENS = defaultdict(int, cuda=2**14)
 
 
 def sample_sharing_prompts(
-    model, tokenizer, prompts: list, config, *, seed: int, num_completions: int | None = None,
-    repeats: list[int] | None = None, reply: Callable | None = None,
+    model, tokenizer, prompts: list, config, *, seed: int | Sequence, num_completions: int | None = None,
+    reply: Callable | None = None,
 ) -> Rollout:
     """Sample as sample_completions_for_prompts, within use_prefix_attention(model).
 
@@ -41,10 +41,10 @@ def sample_sharing_prompts(
     """
     group_size, device = num_completions or config.num_completions_per_prompt, next(model.parameters()).device
     encoded = [encode_prompt(tokenizer, prompt) for prompt in prompts]
-    repeats = count_repeats(encoded) if repeats is None else repeats
-    uniforms = uniform_streams(encoded, repeats, group_size, config.generation_max_length, seed)
+    uniforms = uniform_streams(seed, len(prompts), group_size, config.generation_max_length)
     stop_ids, pad_id = stop_token_ids(model, tokenizer), tokenizer.pad_token_id
-    state = SamplingState(uniforms, stop_ids, pad_id, distribution_of(config), device, reply)
+    distribution = distribution_of(config)
+    state = SamplingState(uniforms, stop_ids, pad_id, distribution, device, reply)
     cut_graph(device)
     groups_at_once = max(1, (config.generation_batch_size or len(uniforms)) // group_size)
     queue, cache, active = deque(enumerate(encoded)), None, []
@@ -58,7 +58,7 @@ def sample_sharing_prompts(
                 active = state.active_rows(active + new_rows)             # a completion may be a single token
             else:
                 active = decode(active, state, cache, group_size, waiting=bool(queue))
-    return make_rollout(tokenizer, encoded, *state.results())
+    return make_rollout(tokenizer, encoded, distribution, *state.results())
 
 
 def prefill(prompts: dict[int, list[int]], state: "SamplingState", cache, group_size: int) -> list[int]:

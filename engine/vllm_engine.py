@@ -1,10 +1,10 @@
 """
 vLLM as the sampler of a run (--engine vllm). It runs in the process of the trainer, on the same device. The
-training passes are those of another engine.
+training passes are those of the policy.
 
 Token ids go in; token ids and the log-probabilities with which they were drawn come out. vLLM starts with
 random weights. Before it samples, the weights of the policy are sent to it. One that was not sent shows in
-the first ratios of a step, which end the run (Engine.require_ratios_of_1).
+the first ratios of a step, which end the run (Policy.require_ratios_of_1).
 
 Written against vLLM 0.32. Tested on a CPU in float32 with dense models (docs/scale.md); sleeping, which frees
 a GPU's memory while the policy is updated, is not, as it needs a GPU.
@@ -16,7 +16,7 @@ import importlib.util
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
@@ -29,13 +29,12 @@ from transformers.core_model_loading import revert_weight_conversion
 from engine.adapters import adapted_weights
 from data import encode_prompt
 from engine.devices import num_processes
-from engine.plain import Engine
+from engine.device_policy import DevicePolicy
 from engine.precision import precision_of
-from engine.ranks import Ranks
 from engine.sampler import SamplingState
 from engine.sharding import reshard
 from logprobs import distribution_of
-from sample import Rollout, make_rollout, count_repeats, random_generators, stop_token_ids
+from sample import Rollout, make_rollout, random_generators, stop_token_ids
 
 ENVIRONMENT = {                 # settings of vLLM that only its environment has, unless the user set them
     "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -51,27 +50,21 @@ def refuse_engine(device: torch.device) -> None:
         raise ValueError(f"--engine=vllm: not on {device.type}; take --engine auto")
 
 
-class VLLM(Engine):
-    """A vLLM engine with the weights of a policy. One can live in a process."""
+class VLLM:
+    """A sampler for a policy: a vLLM engine with its weights. One can live in a process."""
 
-    same_arithmetic = False
+    def __init__(self, policy: DevicePolicy, *, max_length: int = 2048, memory: float = 0.3):
+        """Start vLLM for the architecture of a policy, on its device. Call on all ranks.
 
-    def __init__(self, trainer: Engine, *, max_length: int = 2048, memory: float = 0.3):
-        """Start vLLM for the architecture of a model, on its device. Call on all ranks.
-
-        trainer     the engine of the model, which computes the log-probabilities of training
         max_length  tokens of the longest prompt and completion together
         memory      share of the GPU's memory; on a CPU keys and values get VLLM_CPU_KVCACHE_SPACE GB
         """
-        super().__init__(trainer.model, trainer.tokenizer, max_tokens=trainer.max_tokens)
-        model, self.trainer, self.ranks = trainer.model, trainer, Ranks(trainer.device)
-        self.shares_prompts = trainer.shares_prompts
-        self.log_probs, self.micro_batches = trainer.log_probs, trainer.micro_batches
+        self.policy, model = policy, policy.model
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"                       # in this process
         matmul = torch.get_float32_matmul_precision()     # a worker sets it for the whole process
         for name, value in (ENVIRONMENT | {"VLLM_FLOAT32_MATMUL_PRECISION": matmul}).items():
             os.environ.setdefault(name, value)
-        self.sleeps = self.device.type == "cuda"          # it shares the GPU
+        self.sleeps = policy.device.type == "cuda"          # it shares the GPU
         config = copy.deepcopy(model.config)
         config.architectures = [type(model).__name__.removeprefix("FSDP")]      # which FSDP2 adds
         from vllm import LLM  # here: it reads the environment
@@ -87,7 +80,7 @@ class VLLM(Engine):
 
     def on_all_ranks(self, function: Callable, *args, **kwargs):
         """Call a function of the engine of each rank; the first rank's error is raised on all."""
-        return self.ranks.gather(partial(function, *args, **kwargs))[0]
+        return self.policy.ranks.gather(partial(function, *args, **kwargs))[0]
 
     @contextmanager
     def sampling(self):
@@ -99,7 +92,7 @@ class VLLM(Engine):
 
     def send_weights(self) -> None:
         """Send all weights. Call on all ranks."""
-        model = self.model
+        model = self.policy.model
         reshard(model)
         if self.sleeps:
             self.on_all_ranks(self.llm.wake_up, tags=["weights"])
@@ -111,19 +104,16 @@ class VLLM(Engine):
         self.on_all_ranks(self.llm.reset_prefix_cache)
 
     def sample(
-        self, prompts: list, config, *, seed: int, num_completions: int | None = None,
-        repeats: list[int] | None = None, reply: Callable | None = None,
+        self, prompts: list, config, seeds: int | Sequence, *, num_completions: int,
+        reply: Callable | None = None,
     ) -> Rollout:
-        """Sample as Engine.sample: one turn of all completions, then the next."""
-        from vllm import SamplingParams
-
-        size, limit = num_completions or config.num_completions_per_prompt, config.generation_max_length
-        prompt_ids = [encode_prompt(self.tokenizer, prompt) for prompt in prompts]
-        repeats = count_repeats(prompt_ids) if repeats is None else repeats
-        seeds = [int(g.integers(2**62)) for g in random_generators(prompt_ids, repeats, size, seed)]
-        stop_ids, distribution = stop_token_ids(self.model, self.tokenizer), distribution_of(config)
+        """Sample as Policy.sample: one turn of all completions, then the next."""
+        size, limit, tokenizer = num_completions, config.generation_max_length, self.policy.tokenizer
+        prompt_ids = [encode_prompt(tokenizer, prompt) for prompt in prompts]
+        seeds = [int(g.integers(2**62)) for g in random_generators(seeds, len(prompts), size)]
+        stop_ids, distribution = stop_token_ids(self.policy.model, tokenizer), distribution_of(config)
         state = SamplingState(
-            torch.zeros(len(seeds), limit), stop_ids, self.tokenizer.pad_token_id, distribution,
+            torch.zeros(len(seeds), limit), stop_ids, tokenizer.pad_token_id, distribution,
             torch.device("cpu"), reply,
         )
         requests = [range(p * size, (p + 1) * size) for p in range(len(prompts))]     # rows of siblings
@@ -149,7 +139,7 @@ class VLLM(Engine):
                 added = forced[forced >= 0].tolist()
                 state.append(row, added, [0.0] * len(added), False)
             requests = [[row] for row in active if state.count[row] < limit]     # a reply may fill it
-        return make_rollout(self.tokenizer, prompt_ids, *state.results())
+        return make_rollout(tokenizer, prompt_ids, distribution, *state.results())
 
 
 @torch.no_grad()

@@ -18,7 +18,7 @@ the other.
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -27,73 +27,99 @@ import torch
 from data import as_messages
 from engine.errors import RunError, exits_as_errors, in_one_line
 from logprobs import completion_lengths
-from environments.instances import Instance, start_group
+from environments.instances import Instance, close_all, start_group
 from environments.loading import responders
 from environments.messages import encode_reply
 from reward_functions.calling import call_with_timeout
 from rewards import MOST_POINTS
-from sample import Rollout, count_repeats, decode_completion, stop_token_ids
+from sample import Rollout, decode_completion, stop_token_ids
 
 MAX_MESSAGE_CHARACTERS = 4000   # of an environment's message; the rest is cut, and a note is added
 
 
 def sample_with_environment(
-    engine, environment: Callable, examples: list[dict], config, *, num_completions: int | None = None,
-    seed: int, repeats: list[int] | None = None,
+    policy, environment: Callable, examples: list[dict], config, seeds: Sequence[tuple], *,
+    num_completions: int | None = None,
 ) -> Rollout:
     """Sample a group of conversations for each example's prompt: a completion is a list of messages.
 
-    engine   an Engine;  config  a GRPOConfig;  repeats  how often each prompt came before
-    returns  with a class, its instances are open until closing_environments around the call closes them
+    policy   a Policy;  config  a GRPOConfig;  seeds  a tuple for each prompt
+    returns  a rollout of which the instances of a class, environments, are open: close_all closes them
     """
-    options = dict(num_completions=num_completions, seed=seed, repeats=repeats)
     group_size = num_completions or config.num_completions_per_prompt
-    conversations = start_conversations(
-        engine.tokenizer, environment, examples, config, stop_token_ids(engine.model, engine.tokenizer),
-        group_size=group_size, seed=seed, repeats=repeats,
-    )
-    prompts = [conversation.prompt for conversation in conversations[::group_size]]
-    rollout = engine.sample(
-        prompts, config, reply=lambda row, ids: conversations[row].end_turn(ids), **options)
-    if any(rollout.finished[row] and not each.num_turns for row, each in enumerate(conversations)):
-        raise RunError(f"engine {type(engine).__name__} does not call reply: an environment needs that.")
-    points, lengths = torch.zeros(rollout.completion_mask.shape), completion_lengths(rollout.completion_mask)
-    rows = zip(conversations, rollout.completion_ids.tolist(), lengths.tolist(), strict=True)
-    for row, conversation in enumerate(conversations):
-        points[row, list(conversation.turn_points)] = torch.tensor(list(conversation.turn_points.values()))
-        points[row, lengths[row] - 1] += conversation.final_points()
-    return replace(
-        rollout, turn_points=points, environments=[each.environment for each in conversations],
-        finished=rollout.finished & ~torch.tensor([conversation.too_long for conversation in conversations]),
-        completions=[conversation.completion_messages(ids[:n]) for conversation, ids, n in rows],
-    )
+    stops = stop_token_ids(policy.model, policy.tokenizer)
+    conversations = Conversations(policy.tokenizer, environment, examples, config, stops, seeds, group_size)
+    try:
+        conversations.restart()
+        rollout = policy.sample(
+            conversations.prompts, config, seeds, num_completions=group_size, reply=conversations)
+        return conversations.finish(rollout)
+    except BaseException:                                 # Ctrl-C too
+        conversations.close()
+        raise
 
 
-def start_conversations(
-    tokenizer, environment: Callable, examples: list[dict], config, stops: list[int], *, group_size: int = 1,
-    seed: int = 0, repeats: list[int] | None = None,
-) -> list["Conversation"]:
-    """Return group_size conversations for each example. Instances of a class are made and reset.
+class Conversations:
+    """The conversations of a rollout, each with its environment. Policy.sample calls it: see reply there."""
 
-    seed, repeats  of `random` in reset: seed, and how often each prompt came before
-    """
-    rows = [example for example in examples for _ in range(group_size)]
-    prompts = [example["prompt"] for example in examples]
-    if not inspect.isclass(environment):
-        responds = responders(environment, rows)
-    else:
-        responds = [Instance(example, config.reward_timeout) for example in rows]
-        for p, times in enumerate(repeats or count_repeats(prompts)):
-            group = responds[p * group_size : (p + 1) * group_size]
-            try:
-                text = start_group(environment, group, f"{seed} {times} {prompts[p]}")
-                prompts[p] = append_text(prompts[p], text) if text else prompts[p]
-            except ValueError as error:
-                raise RunError(f"environment {config.environment}: {error}") from None
-    return [
-        Conversation(tokenizer, prompts[row // group_size], respond, config, stops)
-        for row, respond in enumerate(responds)
-    ]
+    def __init__(
+        self, tokenizer, environment: Callable, examples: list[dict], config, stops: list[int],
+        seeds: Sequence[tuple], group_size: int = 1,
+    ):
+        """Prepare group_size conversations for each example; restart begins them.
+
+        stops  stop token ids;  seeds  of `random` in reset, one for each example
+        """
+        self.tokenizer, self.environment, self.examples, self.config = tokenizer, environment, examples, config
+        self.stops, self.seeds, self.group_size = stops, seeds, group_size
+        self.prompts = [example["prompt"] for example in examples]
+        self.instances: list = []                         # of a class, one for each conversation
+        self.each: list[Conversation] = []
+
+    def restart(self) -> None:
+        """Begin all conversations, again if sampling is repeated. Instances of a class are made and reset."""
+        self.close()
+        rows = [example for example in self.examples for _ in range(self.group_size)]
+        if inspect.isclass(self.environment):
+            responds = self.instances = [Instance(example, self.config.reward_timeout) for example in rows]
+            self.prompts = [self.start_group(p) for p in range(len(self.examples))]
+        else:
+            responds = responders(self.environment, rows)
+        self.each = [
+            Conversation(self.tokenizer, self.prompts[row // self.group_size], respond, self.config, self.stops)
+            for row, respond in enumerate(responds)]
+
+    def start_group(self, p: int):
+        """Make and reset the instances of a group. Return its prompt, with what reset returns behind it."""
+        group, prompt = self.instances[p * self.group_size :][: self.group_size], self.examples[p]["prompt"]
+        try:
+            text = start_group(self.environment, group, str(self.seeds[p]))
+        except ValueError as error:
+            raise RunError(f"environment {self.config.environment}: {error}") from None
+        return append_text(prompt, text) if text else prompt
+
+    def __call__(self, row: int, ids: list[int]) -> list[int]:
+        """Return what the environment of a row replies to its tokens so far: see Conversation.end_turn."""
+        return self.each[row].end_turn(ids)
+
+    def finish(self, rollout: Rollout) -> Rollout:
+        """Return the rollout with messages as completions, and with the rewards of turns."""
+        if any(rollout.finished[row] and not each.num_turns for row, each in enumerate(self.each)):
+            raise RunError("the policy's sample does not call reply: an environment needs that.")
+        points, lengths = torch.zeros(rollout.completion_mask.shape), completion_lengths(rollout.completion_mask)
+        rows = zip(self.each, rollout.completion_ids.tolist(), lengths.tolist(), strict=True)
+        for row, conversation in enumerate(self.each):
+            points[row, list(conversation.turn_points)] = torch.tensor(list(conversation.turn_points.values()))
+            points[row, lengths[row] - 1] += conversation.final_points()
+        return replace(
+            rollout, turn_points=points, environments=[each.environment for each in self.each],
+            finished=rollout.finished & ~torch.tensor([conversation.too_long for conversation in self.each]),
+            completions=[conversation.completion_messages(ids[:n]) for conversation, ids, n in rows],
+        )
+
+    def close(self) -> None:
+        """Close the instances."""
+        close_all([instance.environment for instance in self.instances], self.config.reward_timeout)
 
 
 def append_text(prompt: str | list, text: str) -> str | list[dict]:

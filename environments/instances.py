@@ -10,13 +10,13 @@ calls that run concurrently, using instances again, images, a dict of several cl
 import inspect
 import random
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from types import MethodType
 
 from transformers.utils import get_json_schema
 
 from engine.errors import exits_as_errors
-from environments import OPEN
 from environments.tools import answer_calls, await_result
 from reward_functions.calling import call_with_timeout
 from reward_functions.loading import accepted
@@ -36,7 +36,6 @@ class Instance:
     def begin(self, environment_class: type, seed: str) -> str | None:
         """Make and reset the instance. Return what to append to the prompt."""
         self.environment = environment_class()
-        OPEN.append(self)
         random.seed(seed)
         text = self.environment.reset(**accepted(self.environment.reset, self.example))
         if not isinstance(text, str | None):
@@ -79,6 +78,13 @@ def start_group(environment_class: type, group: list[Instance], seed: str) -> st
             "columns, and on `random`, which is seeded"
         )
     return texts[0] if texts else ""
+
+
+def close_all(environments: list, reward_timeout: float) -> None:
+    """Close instances of a class, within the time limit of a call. Their errors are ignored."""
+    for environment in environments:
+        with suppress(Exception), exits_as_errors():
+            call_with_timeout(reward_timeout or SECONDS_PER_CALL, getattr(environment, "close", lambda: None))
 
 
 def public_methods(environment_class: type, owner) -> dict[str, Callable]:

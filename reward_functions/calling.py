@@ -35,10 +35,10 @@ class OutOfTime(KeyboardInterrupt):
 
 @dataclass
 class Reports:
-    """Reports of reward functions about B completions, besides their points."""
+    """Reports of calls of reward functions about B completions, besides their rewards."""
 
     extra: list[dict] = field(default_factory=list)       # B, name -> value, from log_extra
-    metrics: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))  # from log_metric
+    metrics: list[tuple[str, float]] = field(default_factory=list)               # from log_metric
     failures: list[dict] = field(default_factory=list)    # unscored calls: function and error
 
     def log_extra(self, name: str, values) -> None:
@@ -49,22 +49,14 @@ class Reports:
 
     def log_metric(self, name: str, value: float) -> None:
         """Keep a number for metrics.jsonl, which has the mean of a step's calls."""
-        self.metrics[name].append(float(value))
+        self.metrics.append((name, float(value)))
 
     def means(self) -> dict[str, float]:
         """Return the mean of each metric, without NaN."""
-        return {name: float(torch.tensor(values).nanmean()) for name, values in self.metrics.items()}
-
-    @staticmethod
-    def join(parts: list["Reports"]) -> "Reports":
-        """Concatenate reports about different completions."""
-        joined = Reports()
-        for part in parts:
-            joined.extra += part.extra
-            joined.failures += part.failures
-            for name, values in part.metrics.items():
-                joined.metrics[name] += values
-        return joined
+        values = defaultdict(list)
+        for name, value in self.metrics:
+            values[name].append(value)
+        return {name: float(torch.tensor(numbers).nanmean()) for name, numbers in values.items()}
 
 
 def wrap_reward_functions(
@@ -204,7 +196,7 @@ def parse_points(returned, name: str, reports: Reports) -> list[float | None]:
         raise NoResult(error) from None
     for key, values in outputs.items():
         reports.log_extra(f"{name}/{key}", values)
-        reports.metrics[f"reward/{name}/{key}"] += [float(v) for v in values if isinstance(v, Real)]
+        reports.metrics += [(f"reward/{name}/{key}", float(v)) for v in values if isinstance(v, Real)]
     return [None if p is None or math.isnan(p) else p for p in points]
 
 

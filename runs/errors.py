@@ -1,66 +1,15 @@
 """
-What a run does when memory runs out, when it is interrupted, and when it cannot continue.
+What a run does when it is interrupted, and when it cannot continue.
 """
 
 import os
 import signal
 import sys
 import threading
-import traceback
-from collections.abc import Callable
 from contextlib import contextmanager, suppress
-from functools import wraps
 
-from engine.devices import num_processes, other_rank_ended, print_last_line, shutdown
+from engine.devices import other_rank_ended, print_last_line, shutdown
 from engine.errors import RunError, first_line, is_out_of_memory
-from logprobs import completion_lengths
-
-
-def halved_when_out_of_memory(flag: str) -> Callable:
-    """Decorate a function of a run: if memory runs out in it, halve a flag and call it again from its start.
-
-    A gradient does not depend on the tokens of a pass, nor a completion on the number of those sampled at
-    once, so the run is the same to rounding. The smaller value stays for it, also when it is resumed.
-
-    flag    max_tokens_per_forward, of a function (run, experience, ...) that adds to the gradient, or
-            generation_batch_size, of a function that samples
-    raises  the error if there is nothing to halve, or in several processes: a rank cannot repeat a
-            collective alone
-    """
-    def decorate(function):
-        @wraps(function)
-        def call(run, *args, **options):
-            while True:
-                try:
-                    return function(run, *args, **options)
-                except Exception as error:
-                    if not is_out_of_memory(error) or num_processes() > 1:
-                        raise
-                    value, half = halves(run, flag, *args)
-                    if half == value:
-                        raise
-                    traceback.clear_frames(error.__traceback__)                  # frees the pass's tensors
-                    run.console.print(f"{first_line(error)}: --{flag} {value} -> {half}, and once more")
-                if flag == "max_tokens_per_forward":
-                    for module in filter(None, (run.model, run.value_head)):
-                        module.zero_grad()
-                run.change_setting(flag, half)
-
-        return call
-
-    return decorate
-
-
-def halves(run, flag: str, *args) -> tuple[int, int]:
-    """Return the value of a flag of halved_when_out_of_memory and its half, but at least a row or a group."""
-    if flag == "generation_batch_size":
-        value, least = run.config.grpo.generation_batch_size, run.config.grpo.num_completions_per_prompt
-        value = value or run.config.rollout_size
-    else:
-        prompt_mask, completion_mask = args[0].rollout.prompt_mask, args[0].rollout.completion_mask
-        longest_row = int(prompt_mask.sum(dim=1).max() + completion_lengths(completion_mask).max())
-        value, least = run.engine.max_tokens, longest_row
-    return value, max(value // 2, min(value, least))
 
 
 class StopOnSignal:

@@ -24,8 +24,9 @@ from config import GRPOConfig, ModelConfig
 from engine import make_engine
 from engine.adapters import trainable_parameters
 from sources.batches import Batches
-from experience import Groups
+from experience import Groups, compute_experience
 from engine.policy import make_reference, load_any_policy, save_any_policy
+from logprobs import Distribution
 from model import ValueHead, byte_tokenizer
 from runs.command_line import parse_config
 from runs.folder import read_jsonl
@@ -301,12 +302,22 @@ def experience_of(run, rollout, rewards):
     """The Experience of a rollout with made-up rewards (P, G), computed as grpo_training_step does."""
     run.progress.add_rewards(rewards)
     groups = Groups([{"prompt": ""}] * len(rewards), rollout, rewards, {}, rewards)
-    return train.experience_of(run, groups, train.group_advantages(run, groups))
+    return compute_experience(groups, train.group_advantages(groups, run.config.grpo, run.progress.mean_reward), run.config.grpo, run.policy, run.reference)
 
 
 def shared_log_probs(model, rollout, rows=None, *, reference=None, value_head=None, **policy):
     """As completion_log_probs, by the shared engine."""
-    return make_engine("shared", model, None).log_probs(rollout, rows, policy, reference=reference, value_head=value_head)
+    engine = make_engine("shared", model, None)
+    engine.value_head = value_head
+    rows = torch.arange(len(rollout.completion_ids)) if rows is None else rows
+    return engine.forward(replace(rollout, distribution=Distribution(**policy)), rows, reference=reference)
+
+
+def with_engine(run, name, max_tokens):
+    """Let another engine take over the objects of a run's phase."""
+    old = run.policy
+    run.policy = make_engine(name, old.model, old.tokenizer, max_tokens=max_tokens)
+    run.policy.train_with(old.optimizer, old.scheduler, value_head=old.value_head)
 
 
 def logits_alone(model, rollout, row):
@@ -323,7 +334,7 @@ def made_up_rollout(prompt_lengths, lengths, vocab_size=200):
     prompts = [torch.randint(3, vocab_size, (n,), generator=draws).tolist() for n in prompt_lengths]
     ids = torch.randint(3, vocab_size, (len(lengths), max(lengths)), generator=draws)
     mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
-    return Rollout(*left_pad(prompts, 0), ids, mask, torch.zeros(mask.shape), mask[:, 0], [""] * len(ids))
+    return Rollout(*left_pad(prompts, 0), ids, mask, torch.zeros(mask.shape), mask[:, 0], [""] * len(ids), Distribution())
 
 
 @pytest.fixture(scope="session")
@@ -336,17 +347,18 @@ def with_settings(base, architecture="gemma3", **grpo):
     """The run with other settings, on a model of two narrow layers, so that rounding has less to add up."""
     torch.manual_seed(0)
     config = replace(base.config, grpo=replace(base.config.grpo, **grpo))
-    engine = make_engine("shared", ARCHITECTURES[architecture]().eval(), base.tokenizer, max_tokens=base.engine.max_tokens)
-    run = replace(base, config=config, engine=engine, progress=replace(base.progress))
+    engine = make_engine("shared", ARCHITECTURES[architecture]().eval(), base.tokenizer, max_tokens=base.policy.max_tokens)
+    run = replace(base, config=config, policy=engine, progress=replace(base.progress))
     run.batches = Batches(base.train_set, 4, 0)
     if run.config.grpo.kl_coef:                           # a reference that differs, or its gradient would vanish
         run.reference = make_reference(run.model)
         with torch.no_grad():
             run.reference.get_output_embeddings().weight.mul_(1.5)
+    value_head = None
     if run.config.grpo.use_value_head:
-        run.value_head = ValueHead(32)
-        torch.nn.init.normal_(run.value_head.layers[-1].weight)
-    parameters = [*run.model.parameters(), *(run.value_head.parameters() if run.value_head is not None else [])]
-    run.optimizer = torch.optim.SGD(parameters, lr=1.0)
-    run.scheduler = torch.optim.lr_scheduler.ConstantLR(run.optimizer)
+        value_head = ValueHead(32)
+        torch.nn.init.normal_(value_head.layers[-1].weight)
+    parameters = [*run.model.parameters(), *(value_head.parameters() if value_head is not None else [])]
+    optimizer = torch.optim.SGD(parameters, lr=1.0)
+    run.policy.train_with(optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer), value_head=value_head)
     return run

@@ -80,9 +80,9 @@ def test_a_run_of_the_built_in_model_with_an_adapter_can_be_moved(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("where,error,saved,save_steps", [
     # Between gradient and update, when scores, prompts and random numbers of the step were recorded and drawn.
-    ("train.sum_and_clip_gradient", torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), 2, 0),
-    exhaustive("train.sum_and_clip_gradient", AssertionError("a bug"), 2, 0),
-    ("runs.run.Run.log_step", OSError("no such console"), 3, 0),                 # after the update
+    ("engine.plain.sum_and_clip_gradient", torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), 2, 0),
+    exhaustive("engine.plain.sum_and_clip_gradient", AssertionError("a bug"), 2, 0),
+    ("runs.run.Run.write_step", OSError("no such console"), 3, 0),                 # after the update
     ("torch.optim.AdamW.step", torch.OutOfMemoryError("CUDA out of memory."), 2, 2),               # in it: the last checkpoint
 ])
 def test_any_error_in_a_step_saves_first_and_no_step_is_lost_or_counted_twice(
@@ -138,3 +138,30 @@ def test_without_held_out_problems_there_is_no_best_policy(tmp_path, capsys):
     with pytest.raises(SystemExit):
         train.main([*QUICK, "--use_grpo", "--keep_best", "--eval_limit", "0", "--max_steps", "1", "--output_dir", str(tmp_path / "run")])
     assert capsys.readouterr().err.splitlines()[-1].endswith("--keep_best: needs held-out problems: an --eval_limit above 0, or a larger file")
+
+
+@pytest.mark.parametrize("flags", ["", "--use_grpo --cold_start_steps 1", "--use_grpo --cold_start_steps 0"])
+def test_without_held_out_problems_no_evaluation_is_due_and_the_run_ends(tmp_path, flags):
+    folder = run_folder(tmp_path / "run", *flags.split(), "--eval_limit", "0", "--eval_steps", "1", "--max_steps", "4")
+    steps = 5 if "cold_start_steps 1" in flags else 4
+    assert [line["step"] for line in read_jsonl(folder / "metrics.jsonl")] == [*range(1, steps + 1)] and (folder / "final").exists()
+
+
+def test_an_evaluation_is_due_before_the_first_step_at_multiples_and_at_the_end_and_never_twice(tmp_path, monkeypatch):
+    run, seen = start_run(tmp_path, "--use_grpo", "--cold_start_steps", "0", "--eval_steps", "3"), []
+
+    def evaluate():
+        seen.append(progress.step)
+        progress.evaluated_at = progress.step
+
+    monkeypatch.setattr(run, "log_evaluation", evaluate)
+    run.eval_set, progress = run.train_set[:1], run.progress
+    progress.phase_step = 0
+    run.evaluate_if_due()
+    for progress.phase_step in 2, 4, 5, 6, 8, 10:         # two updates, two, one, ...: a phase of 10
+        progress.step = 100 + progress.phase_step         # after another phase
+        if progress.phase_step == 2:
+            progress.evaluated_at = 100
+        run.evaluate_if_due()
+        run.evaluate_if_due()
+    assert seen == [0, 104, 106, 110] and run.phase.is_over(progress)

@@ -1,0 +1,221 @@
+"""
+The policy of policy.py on any device, in 16 bits, and over many processes. shared.py builds on it.
+
+    many processes   weights may be sharded; each process samples, scores and forwards a part of the rows
+    float16          a loss scaler
+    XLA              every pass is one program; gradients are cleared to zeros
+    memory           when it runs out, the call is repeated with half as many tokens or completions at once
+"""
+
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from engine.devices import cut_graph, num_processes
+from engine.adapters import has_adapter, trainable_parameters
+from engine.errors import first_line, is_out_of_memory
+from engine.policy import moved_to
+from engine.precision import is_exact, precision_of
+from engine.ranks import Ranks
+from engine.sharding import forward_pass, gathered_weights, reshard, sum_and_clip_gradient
+from logprobs import LogProbs, completion_lengths, completion_log_probs, micro_batches
+from model import update_reference
+from policy import Policy
+from sample import Rollout
+
+
+class DevicePolicy(Policy):
+    """A policy on any device and any number of processes, which all call its methods in the same order."""
+
+    shares_prompts = False      # a prompt is forwarded once for all its completions
+
+    def __init__(self, model, tokenizer, *, max_tokens: int = 2048):
+        """max_tokens: tokens of a forward pass in training, the same in all processes."""
+        super().__init__(model, tokenizer, max_tokens=max_tokens)
+        self.device = next(model.parameters()).device
+        self.ranks = Ranks(self.device)
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=precision_of(model) == "float16")
+        self.sampler = None                               # such as vLLM, see vllm_engine.py; None: the model
+        self.on_less_memory = print_halving               # called with a flag, its value, the half, and the error
+
+    @property
+    def same_arithmetic(self) -> bool:
+        """As Policy.same_arithmetic."""
+        return self.sampler is None
+
+    @property
+    def ratio_tolerance(self) -> float:
+        """Return the largest mean of |ratio - 1| on policy: more where the sampler rounds differently."""
+        return (0.01 if is_exact(self.model) else 0.1) * (1 if self.same_arithmetic else 3)
+
+    # ---- the four verbs ------------------------------------------------------------------------------------
+
+    def sample(
+        self, prompts: list, config, seeds: int | Sequence, *, num_completions: int | None = None,
+        reply: Callable | None = None,
+    ) -> Rollout:
+        """As Policy.sample, for the prompts of this process. reply.restart() is called before a repeat."""
+        group_size = num_completions or config.num_completions_per_prompt
+        at_once = config.generation_batch_size or len(prompts) * group_size
+
+        def sample(at_once: int) -> Rollout:
+            sample_batches = self.sampler.sample if self.sampler else self.sample_batches
+            return sample_batches(
+                prompts, replace(config, generation_batch_size=at_once), seeds, num_completions=group_size,
+                reply=reply)
+
+        restart = getattr(reply, "restart", None)
+        return self.halving("generation_batch_size", at_once, group_size, sample, restart)
+
+    def sample_batches(self, prompts: list, config, seeds, **options) -> Rollout:
+        """Sample config.generation_batch_size completions at a time."""
+        if self.device.type == "xla":
+            raise ValueError(
+                "--engine=plain: not on XLA, which would compile its cache for every token; leave it out, "
+                "or take a model without layers that carry state")
+        return super().sample(prompts, config, seeds, **options)
+
+    def log_probs(self, rollout: Rollout, rows: Tensor | None = None, *, reference=None) -> LogProbs:
+        """As Policy.log_probs. Each process forwards some of the rows, and gets the results of all."""
+        def log_probs(_) -> LogProbs:
+            return super(DevicePolicy, self).log_probs(rollout, rows, reference=reference)
+
+        with moved_to(self.model, self.device):           # from the CPU, with --reference_offload
+            results = self.halving_max_tokens(rollout, log_probs)
+        return LogProbs(**{name: self.ranks.sum(x) for name, x in results.computed().items()})
+
+    def add_gradients(self, batch, rows: Tensor, loss_fn: Callable, reference, num_values: int) -> list[float]:
+        """As Policy.add_gradients, over all processes."""
+        def add_gradients(_) -> list[float]:
+            return super(DevicePolicy, self).add_gradients(batch, rows, loss_fn, reference, num_values)
+
+        sums = self.halving_max_tokens(batch.rollout, add_gradients)
+        return self.ranks.sum(torch.tensor(sums, dtype=torch.float64)).tolist()
+
+    def optimizer_step(self, max_grad_norm: float = float("inf")) -> dict:
+        """As Policy.optimizer_step. With float16 returns loss_scale as well."""
+        scaled = self.scaler.is_enabled() and any(p.grad is not None for p in self.parameters)
+        if scaled:                                        # the scaler refuses to work without a gradient
+            self.scaler.unscale_(self.optimizer)
+        result = super().optimizer_step(max_grad_norm)
+        if scaled:
+            self.scaler.update()
+        return result | ({"loss_scale": self.scaler.get_scale()} if self.scaler.is_enabled() else {})
+
+    # ---- their parts ---------------------------------------------------------------------------------------
+
+    def forward_passes(self, rollout: Rollout, rows: Tensor, reference=None) -> Iterator[tuple[Tensor, LogProbs]]:
+        """As Policy.forward_passes, those of this process. A pass of a sharded model needs all processes: one
+        that has fewer forwards rows of another one's, and yields none of them.
+        """
+        parts = self.split(rollout, rows)
+        cut_graph(self.device)
+        for first in range(0, len(parts), self.ranks.size):
+            index = first + self.ranks.rank
+            part = parts[min(index, len(parts) - 1)]
+            new = self.forward(rollout, part, reference)
+            if index < len(parts):
+                yield part, new
+            else:
+                yield part[:0], LogProbs(**{name: x[:0] for name, x in new.computed().items()})
+            cut_graph(self.device)
+
+    def split(self, rollout: Rollout, rows: Tensor) -> list[Tensor]:
+        """Split rows into micro-batches, equally in all processes; one for each, if there are enough rows."""
+        return micro_batches(rollout, rows, self.max_tokens, self.ranks.size)
+
+    def forward(self, rollout: Rollout, rows: Tensor, reference=None) -> LogProbs:
+        """As Policy.forward, with weights gathered for the pass."""
+        return completion_log_probs(
+            self.model, rollout, rows, reference=reference and reference.model, value_head=self.value_head,
+            run_forward=forward_pass)
+
+    def backward(self, loss: Tensor) -> None:
+        """As Policy.backward; scaled with float16."""
+        self.scaler.scale(loss).backward()
+
+    def clip_gradient(self, max_norm: float) -> float:
+        """As Policy.clip_gradient, of the sum over all processes."""
+        norm = sum_and_clip_gradient(self.parameters, max_norm)
+        if norm == 0:                                     # zeros, on XLA: momentum would move the weights
+            self.optimizer.zero_grad()
+        return norm
+
+    def clear_gradient(self) -> None:
+        """As Policy.clear_gradient; on XLA to zeros, so that the program stays the same."""
+        super().clear_gradient(set_to_none=self.device.type != "xla")
+        cut_graph(self.device)
+
+    # ---- memory --------------------------------------------------------------------------------------------
+
+    def halving_max_tokens(self, rollout: Rollout, compute: Callable):
+        """Return compute(max_tokens), as halving, with max_tokens changed and the gradient cleared before a repeat."""
+        def compute_with(max_tokens: int):
+            self.max_tokens = max_tokens
+            return compute(max_tokens)
+
+        def clear() -> None:
+            for module in filter(None, (self.model, self.value_head)):
+                module.zero_grad()
+
+        longest = rollout.prompt_mask.sum(dim=1).max() + completion_lengths(rollout.completion_mask).max()
+        return self.halving("max_tokens_per_forward", self.max_tokens, int(longest), compute_with, clear)
+
+    def halving(self, flag: str, value: int, least: int, compute: Callable, before_repeat: Callable | None = None):
+        """Return compute(value). Whenever memory runs out, halve the value and compute again.
+
+        Neither a completion nor a gradient depends on how many are computed at once, so results are the same
+        to rounding. In several processes the error is raised: one cannot repeat a collective alone.
+
+        flag   the name of the value, for on_less_memory;  least  below which it is not halved
+        """
+        while True:
+            try:
+                return compute(value)
+            except Exception as error:
+                half = max(value // 2, min(value, least))
+                if not is_out_of_memory(error) or num_processes() > 1 or half == value:
+                    raise
+                traceback.clear_frames(error.__traceback__)                      # frees the tensors of the pass
+                self.on_less_memory(flag, value, half, first_line(error))
+            value = half
+            if before_repeat:
+                before_repeat()
+
+    # ---- what else a step asks of a policy -----------------------------------------------------------------
+
+    def sampling(self):
+        """Return a context for calls of sample with the same weights. All processes enter it, with prompts or not."""
+        return self.sampler.sampling() if self.sampler else gathered_weights(self.model)
+
+    def distribute(self, work: Callable, *lists: list) -> list:
+        """As Policy.distribute: each process works on a slice of the lists."""
+        with self.sampling():
+            return self.ranks.gather(work, *lists)
+
+    def like(self, model) -> "DevicePolicy":
+        """As Policy.like. The model may wait on another device, and is moved to this one."""
+        other = super().like(model)
+        other.device, other.on_less_memory = self.device, self.on_less_memory
+        return other
+
+    def update_reference(self, reference: Policy, alpha: float) -> None:
+        """As Policy.update_reference; with an adapter the reference is one too."""
+        reshard(self.model)
+        reshard(reference.model)
+        adapter = torch.nn.ParameterList(trainable_parameters(self.model)) if has_adapter(self.model) else None
+        update_reference(reference.model, adapter or self.model, alpha)
+
+
+def print_halving(flag: str, value: int, half: int, error: str) -> None:
+    """Print that a limit was halved."""
+    print(f"{error}: --{flag} {value} -> {half}, and once more")
+
+
+def runs_in_core(model) -> bool:
+    """Return True if policy.py itself can run a model: in one process, on a CPU, in float32."""
+    is_on_cpu = next(model.parameters()).device.type == "cpu"
+    return num_processes() == 1 and is_on_cpu and precision_of(model) == "float32"

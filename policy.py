@@ -1,0 +1,181 @@
+"""
+The policy: a language model that is trained, and the four things that training does with it.
+
+    sample            prompts -> completions, with the log-probability of each token
+    log_probs         log-probabilities of completions, without gradient
+    forward_backward  add the gradient of a loss to that of the parameters
+    optimizer_step    change the parameters by it
+
+This class is complete for one process in float32, and forwards each completion with a copy of its prompt. The
+subclasses in engine/ run on any device, in 16 bits, over many processes, share prompts, and sample with vLLM.
+A reference is a Policy without an optimiser.
+
+How an update is split into forward passes is the business of this file alone: each token has a weight that is
+computed over the whole update (grpo.token_weights), so losses and gradients of micro-batches add up.
+
+Shapes: B completions of T tokens, b of them in an update or a micro-batch, N tokens, H hidden size.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from logprobs import LogProbs, completion_log_probs, micro_batches
+from model import update_reference
+from sample import Rollout, sample_completions_for_prompts
+
+
+class Policy:
+    """A model and its tokenizer; while it is trained, with an optimiser and perhaps a value head."""
+
+    same_arithmetic = True      # sample and log_probs agree to the rounding of the model's own forward passes
+    ratio_tolerance = 0.01      # see require_ratios_of_1
+
+    def __init__(self, model, tokenizer, *, max_tokens: int = 2048):
+        """max_tokens: in a forward pass of training, padding included."""
+        self.model, self.tokenizer, self.max_tokens = model, tokenizer, max_tokens
+        self.optimizer = self.scheduler = self.value_head = None
+        self.loss = 0.0                                   # whose gradient the parameters hold
+
+    def train_with(self, optimizer, scheduler, value_head=None) -> None:
+        """Set the objects of a training phase. value_head: a module, hidden states (N, H) -> values (N,)."""
+        self.optimizer, self.scheduler, self.value_head = optimizer, scheduler, value_head
+
+    # ---- the four verbs ----------------------------------------------------------------------------------------
+
+    def sample(
+        self, prompts: list, config, seeds: int | Sequence, *, num_completions: int | None = None,
+        reply: Callable | None = None,
+    ) -> Rollout:
+        """Sample a group of completions for each prompt: see sample_completions_for_prompts."""
+        return sample_completions_for_prompts(
+            self.model, self.tokenizer, prompts, config, seed=seeds, num_completions=num_completions,
+            reply=reply)
+
+    @torch.no_grad()
+    def log_probs(self, rollout: Rollout, rows: Tensor | None = None, *, reference=None) -> LogProbs:
+        """Compute the log-probabilities of completions, on the CPU; with a value head their values, too.
+
+        rows       (b,) indices of completions; None: all
+        reference  another Policy: for the exact KL(policy || reference) at each token
+        returns    LogProbs (b, T)
+        """
+        rows = torch.arange(len(rollout.completion_ids)) if rows is None else rows
+        position = torch.empty(len(rollout.completion_ids), dtype=torch.long)
+        position[rows] = torch.arange(len(rows))
+        results: dict[str, Tensor] = {}
+        for part, new in self.forward_passes(rollout, rows, reference):
+            for name, x in new.computed().items():
+                results.setdefault(name, torch.zeros(len(rows), *x.shape[1:]))[position[part]] = x.float().cpu()
+        return LogProbs(**results)
+
+    def forward_backward(self, batch, loss_fn: Callable, *, reference=None) -> dict[str, float]:
+        """Add the gradient of a loss over the rows of an update to that of the parameters.
+
+        batch      a Batch of experience.py
+        loss_fn    loss_fn(new, part) -> (terms, metrics). new: LogProbs (b, T) of some rows, with gradient;
+                   part: the Batch of these rows. terms: scalars by name, whose sum is the loss; those of all
+                   parts add up. metrics: tensors (b, T), averaged over tokens, and scalars, which add up
+        reference  another Policy, for new.kl
+        returns    total_loss, the terms and the metrics. If nothing is forwarded: terms of 0, means of NaN
+
+        A row without advantage has no gradient if policy_loss is the only term; it is not forwarded.
+        """
+        no_rows = batch.rows[:0]
+        terms, metrics = loss_fn(LogProbs.empty(batch.mask.shape[1]), batch.select(no_rows))
+        rows = batch.rows_with_gradient(of_policy_loss_alone=terms.keys() == {"policy_loss"})
+        names = list({"total_loss": 0, **terms, **metrics})
+        sums = dict(zip(names, self.add_gradients(batch, rows, loss_fn, reference, len(names)), strict=True))
+        num_tokens = int(batch.mask[rows].sum())
+        for name in (name for name, x in metrics.items() if x.ndim):
+            sums[name] = sums[name] / num_tokens if num_tokens else math.nan
+        self.loss += sums["total_loss"]
+        return sums
+
+    def optimizer_step(self, max_grad_norm: float = math.inf) -> dict:
+        """Take a step with the gradient, scaled down to max_grad_norm if it is larger, and clear it.
+
+        returns  grad_norm, before scaling, and skipped: 1 if gradient or loss are not finite: parameters and
+                 learning-rate schedule stay as they were
+        """
+        norm = self.clip_gradient(max_grad_norm)
+        skipped = not (math.isfinite(norm) and math.isfinite(self.loss))
+        if not skipped:
+            self.optimizer.step()
+            self.scheduler.step()
+        self.clear_gradient()
+        return {"grad_norm": norm, "skipped": int(skipped)}
+
+    # ---- their parts, which engine/ overrides ------------------------------------------------------------------
+
+    def forward_passes(self, rollout: Rollout, rows: Tensor, reference=None) -> Iterator[tuple[Tensor, LogProbs]]:
+        """Forward rows in micro-batches. Yields the rows of each, and their LogProbs."""
+        for part in micro_batches(rollout, rows, self.max_tokens):
+            yield part, self.forward(rollout, part, reference)
+
+    def forward(self, rollout: Rollout, rows: Tensor, reference=None) -> LogProbs:
+        """Compute LogProbs (b, T) of some rows in one pass, with gradient unless it is turned off."""
+        return completion_log_probs(
+            self.model, rollout, rows, reference=reference and reference.model, value_head=self.value_head)
+
+    def add_gradients(self, batch, rows: Tensor, loss_fn: Callable, reference, num_values: int) -> list[float]:
+        """Forward and backward rows. Returns the sums of the loss, and of the values that loss_fn returns."""
+        sums = [torch.zeros(num_values)]                  # of each pass
+        for part, new in self.forward_passes(batch.rollout, rows, reference):
+            of_part = batch.select(part, new.logp.device)
+            terms, metrics = loss_fn(new, of_part)
+            loss = sum(terms.values())
+            self.backward(loss)
+            values = {"total_loss": loss, **terms, **metrics}.values()
+            sums.append(torch.stack([
+                torch.where(of_part.mask, x, 0.0).sum() if x.ndim else x for x in values]).detach())
+        return [sum(column) for column in zip(*(x.tolist() for x in sums), strict=True)]
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of one pass."""
+        loss.backward()
+
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """Return the parameters of the optimiser."""
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
+    def clip_gradient(self, max_norm: float) -> float:
+        """Scale the gradient down to max_norm. Return its norm before."""
+        return float(torch.nn.utils.clip_grad_norm_(self.parameters, max_norm))
+
+    def clear_gradient(self, set_to_none: bool = True) -> None:
+        """Clear the gradient, and the loss that it belongs to."""
+        self.optimizer.zero_grad(set_to_none)
+        self.loss = 0.0
+
+    # ---- what else a step asks of a policy ---------------------------------------------------------------------
+
+    def distribute(self, work: Callable, *lists: list) -> list:
+        """Return [work(*lists)]; in several processes the results of all, each of its slice of the lists.
+
+        work may call sample, for which weights are gathered.
+        """
+        return [work(*lists)]
+
+    def like(self, model) -> "Policy":
+        """Return a policy of another model, that is computed in the same way: a reference."""
+        return type(self)(model, self.tokenizer, max_tokens=self.max_tokens)
+
+    def update_reference(self, reference: "Policy", alpha: float) -> None:
+        """Move a reference to alpha * reference + (1 - alpha) * policy."""
+        update_reference(reference.model, self.model, alpha)
+
+    def require_ratios_of_1(self, metrics: dict) -> None:
+        """Raise RuntimeError if the trainer gives sampled tokens other probabilities than the sampler did.
+
+        metrics  of the first update on a rollout: ratio_deviation, the mean of |policy / sampler - 1|, NaN
+                 if nothing was forwarded; or sampler_deviation, the same before it, if that was computed
+        """
+        deviation = metrics.get("sampler_deviation", metrics["ratio_deviation"])
+        if deviation > self.ratio_tolerance:              # False for NaN
+            raise RuntimeError(
+                f"first ratios must be 1, but differ from it by {deviation:.2g} on average (at most "
+                f"{self.ratio_tolerance:g}): the sampler gives tokens other probabilities than the trainer")

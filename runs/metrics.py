@@ -1,0 +1,83 @@
+"""
+The groups of a step: calling the reward functions on them, and their metrics, which docs/metrics.md lists.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from experience import Experience, Groups
+from logprobs import completion_lengths
+from reward_functions.calling import wrap_reward_functions
+from rewards import compute_rewards_for_completions
+from sample import Rollout
+
+SUCCESS = "correctness", "math_equality", "passes_tests", "countdown", "multiple_choice"     # right: 1
+
+
+def score(
+    rollout: Rollout, examples: list[dict], reward_functions: list[Callable], weights: list[float], config,
+    trainer_state=None,
+) -> Groups:
+    """Call the reward functions on a rollout. Its instances of an environment are closed afterwards.
+
+    config, trainer_state  as for wrap_reward_functions
+    returns                Groups, of which the rewards are the scores: shape_rewards changes them
+    """
+    try:
+        functions, reports = wrap_reward_functions(reward_functions, rollout, config, trainer_state)
+        scores, per_function = compute_rewards_for_completions(functions, weights, rollout, examples)
+    finally:
+        if rollout.environments:
+            from environments.instances import close_all  # here: with environments alone
+
+            close_all(rollout.environments, config.reward_timeout)
+    rollout = replace(rollout, environments=None)
+    return Groups(
+        examples, rollout, scores, per_function, rewards=scores, extra=reports.extra,
+        reports=replace(reports, extra=[]))
+
+
+def mean_of(lines: list[dict], metric: str) -> float:
+    """Return the mean of a metric over the lines where it is a finite number; NaN if there are none."""
+    values = [line.get(metric) for line in lines]
+    values = [value for value in values if isinstance(value, int | float) and math.isfinite(value)]
+    return sum(values) / len(values) if values else math.nan
+
+
+def summarize_updates(updates: list[dict]) -> dict:
+    """Return the means of the metrics of a step's updates, and the last approx_kl."""
+    means = {name: mean_of(updates, name) for name in updates[0]}                # NaN: nothing was forwarded
+    skipped = sum(update["skipped"] for update in updates)
+    return means | {"approx_kl": updates[-1]["approx_kl"], "updates": len(updates), "skipped": skipped}
+
+
+def summarize_groups(groups: Groups, experience: Experience) -> dict:
+    """Return the metrics of sampled groups."""
+    scores, mask = groups.scores, groups.rollout.completion_mask
+    known = [rewards for name, rewards in groups.per_function.items() if name in SUCCESS]
+    all_right = (known[0] >= 1).all(dim=1) if known else torch.tensor(torch.nan)
+    return groups.reports.means() | experience.metrics | {
+        "mean_reward": float(scores.nanmean()),
+        "tied_groups": float(groups.tied.float().mean()),
+        "tied_right_groups": float((groups.tied * all_right).float().mean()),
+        "replaced_groups": groups.replaced,
+        "unscored": float(scores.isnan().float().mean()),
+        "reward_errors": len(groups.reports.failures),
+        "completion_tokens": float(mask.sum()) / len(mask),
+        "truncated": float((~groups.rollout.finished).float().mean()),
+    } | {
+        f"reward/{name}": float(rewards.nanmean()) for name, rewards in groups.per_function.items()
+    } | describe_conversations(groups.rollout)
+
+
+def describe_conversations(rollout) -> dict:
+    """Return metrics, means over completions: turns of the policy, and tokens of the environment."""
+    if rollout.turn_points is None:
+        return {}
+    mask = rollout.completion_mask                        # (B, T), False on the tokens of the environment
+    num_turns = mask[:, 0].sum() + (mask[:, 1:] & ~mask[:, :-1]).sum()           # each where it begins
+    num_forced = completion_lengths(mask).sum() - mask.sum()
+    return {"turns": float(num_turns) / len(mask), "environment_tokens": float(num_forced) / len(mask)}
