@@ -209,11 +209,14 @@ class GRPOConfig:
         return self.kl_penalty_coef if self.use_kl_penalty else 0.0
 
     @property
-    def kl_term(self) -> str:
-        """Return how the KL is a term of the loss: exact, sampled (estimated from the tokens), or ""."""
-        if not self.kl_coef or self.kl_in == "reward":
-            return ""
-        return "exact" if self.kl_estimator == "exact" else "sampled"
+    def kl_term(self) -> bool:
+        """Return True if the KL penalty is a term of the loss."""
+        return self.kl_coef > 0 and self.kl_in == "loss"
+
+    @property
+    def exact_kl(self) -> bool:
+        """Return True if that term is the exact KL, so that the reference is forwarded with the policy."""
+        return self.kl_term and self.kl_estimator == "exact"
 
     @property
     def scale(self) -> str:
@@ -447,7 +450,7 @@ def check_combinations(config: GRPOConfig, training: TrainingConfig, updates_per
          "in a reward only k1 pulls the policy to the reference; leave it out"),
         ("kl_estimator", config.kl_term and estimator == "k1",
          "in a loss its gradient is 0 on average; take ratio_k3, or --kl_in reward"),
-        ("reference_offload", config.reference_offload and config.kl_term == "exact",
+        ("reference_offload", config.reference_offload and config.exact_kl,
          "--kl_estimator exact needs the reference in every forward pass, ratio_k3 once per rollout"),
         ("reference_path", config.reference_path and not config.kl_coef,
          "nothing is compared with it; add --use_kl_penalty true"),

@@ -55,13 +55,13 @@ class Groups:
         return replace(concatenate([replace(kept, replaced=0), new]), replaced=count)
 
 
-def shape_rewards(config, rollout: Rollout, scores: Tensor, per_function: dict[str, Tensor]) -> Tensor:
+def shape_rewards(config, groups: Groups) -> Tensor:
     """Compute the rewards (P, G) that advantages are computed from: scores combined, clipped and penalised by length."""
-    rewards = combine_and_clip(config, scores, per_function)
+    rewards = combine_and_clip(config, groups.scores, groups.per_function)
     if config.overlong != "penalise":
         return rewards
     limit = config.generation_max_length
-    lengths = completion_lengths(rollout.completion_mask).view_as(rewards)
+    lengths = completion_lengths(groups.rollout.completion_mask).view_as(rewards)
     return rewards + overlong_penalty(lengths, max_tokens=limit, buffer=max(1, limit // 5))
 
 
@@ -172,7 +172,7 @@ def compute_experience(groups: Groups, advantages: Tensor, config, policy, refer
     advantages = advantages.float().view(-1, 1).expand(mask.shape)               # (B, T)
     logp = rollout.sampling_logp
     experience = Experience(groups.examples, rollout, mask, advantages, logp, logp, groups=groups)
-    if reference is not None and config.kl_term != "exact":
+    if reference is not None and not config.exact_kl:
         experience.reference_logp = reference.log_probs(rollout).logp
     if config.importance_weight_cap or policy.value_head is not None or not policy.same_arithmetic:
         add_trainer_logp(experience, policy)

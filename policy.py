@@ -27,6 +27,10 @@ from model import update_reference
 from sample import Rollout, sample_completions_for_prompts
 
 
+class RatioError(RuntimeError):
+    """The first ratios of an update are not 1: the sampler's probabilities are not the trainer's."""
+
+
 class Policy:
     """A model and its tokenizer; while it is trained, with an optimiser and perhaps a value head."""
 
@@ -169,13 +173,14 @@ class Policy:
         update_reference(reference.model, self.model, alpha)
 
     def require_ratios_of_1(self, metrics: dict) -> None:
-        """Raise RuntimeError if the trainer gives sampled tokens other probabilities than the sampler did.
+        """Raise RatioError if the trainer gives sampled tokens other probabilities than the sampler did.
 
         metrics  of the first update on a rollout: ratio_deviation, the mean of |policy / sampler - 1|, NaN
                  if nothing was forwarded; or sampler_deviation, the same before it, if that was computed
         """
         deviation = metrics.get("sampler_deviation", metrics["ratio_deviation"])
         if deviation > self.ratio_tolerance:              # False for NaN
-            raise RuntimeError(
+            raise RatioError(
                 f"first ratios must be 1, but differ from it by {deviation:.2g} on average (at most "
-                f"{self.ratio_tolerance:g}): the sampler gives tokens other probabilities than the trainer")
+                f"{self.ratio_tolerance:g}): the sampler gives tokens other probabilities than the trainer; "
+                "see docs/troubleshooting.md.")

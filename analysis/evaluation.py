@@ -11,19 +11,20 @@ from collections import Counter
 import numpy as np
 
 from experience import Groups
-from reward_functions.calling import wrap_reward_functions
-from rewards import compute_rewards_for_completions, correctness, extract_answer, same_answer, text_of
-from runs.groups import sample_completions, sample_on_all_ranks
+from rewards import correctness, extract_answer, same_answer, text_of
+from runs.groups import sample_and_score
+
+EVALUATION = 2**32 - 1          # in seeds, in place of the step of a training step
 
 
-def evaluate(engine, ranks, examples: list[dict], config, **options) -> dict:
+def evaluate(policy, examples: list[dict], config, **options) -> dict:
     """Return the metrics of one completion of each problem. Options: as for sample_and_score_problems.
 
     returns  eval_accuracy (share correct) with eval_accuracy_low, eval_accuracy_high (95 %),
              eval_problems, eval_reward/<function> (mean), eval_reward_low/ and eval_reward_high/
              (95 %) and eval_truncated (share). Without known answers: no eval_accuracy.
     """
-    groups = sample_and_score_problems(engine, ranks, examples, config, num_completions=1, **options)
+    groups = sample_and_score_problems(policy, examples, config, num_completions=1, **options)
     estimates = estimate_all(groups)
     metrics = groups.reports.means() | {
         "problems": estimates["reward/correctness"]["problems"] or len(examples),
@@ -37,32 +38,21 @@ def evaluate(engine, ranks, examples: list[dict], config, **options) -> dict:
 
 
 def sample_and_score_problems(
-    engine, ranks, examples: list[dict], config, *, seed: int, num_completions: int,
-    reward_functions=(), weights=None, environment=None, trainer_state=None,
+    policy, examples: list[dict], config, *, seed: int, num_completions: int, reward_functions=(),
+    weights=None, **options,
 ) -> Groups:
-    """Sample num_completions of each problem, and score them. Each rank takes a slice of the problems.
+    """Sample num_completions of each problem, and score them. Each process takes a slice of the problems.
 
-    config       a GRPOConfig: of its generation_batch_size completions that are sampled at once, waiting ones
-                 start when half are finished
-    weights      of the reward functions in the score of a completion; None: 1 each. correctness is always
-                 computed; where it is no reward function it has weight 0
-    environment  replies to the policy; None: no conversation
+    weights  of the reward functions in the score of a completion; None: 1 each. correctness is always
+             computed; where it is no reward function it has weight 0
+    options  environment and trainer_state of sample_and_score
     """
     added = [] if correctness in reward_functions else [correctness]
-    functions = [*added, *reward_functions]
-    weights = [0.0] * len(added) + list(weights or [1.0] * len(reward_functions))
-
-    def sample_slice(examples: list[dict], repeats: list[int]) -> Groups:
-        rollout = sample_completions(
-            engine, environment, examples, config, seed=seed, num_completions=num_completions,
-            repeats=repeats,
-        )
-        wrapped, reports = wrap_reward_functions(functions, rollout, config, trainer_state)
-        scores, rewards = compute_rewards_for_completions(wrapped, weights, rollout, examples)
-        return Groups(examples, rollout, scores, rewards, scores, reports=reports)
-
-    examples = [{"answer": None} | example for example in examples]
-    return sample_on_all_ranks(engine, ranks, sample_slice, examples)
+    return sample_and_score(
+        policy, [{"answer": None} | example for example in examples],
+        [(seed, EVALUATION, number) for number in range(len(examples))], config,
+        reward_functions=[*added, *reward_functions], num_completions=num_completions,
+        weights=[0.0] * len(added) + list(weights or [1.0] * len(reward_functions)), **options)
 
 
 # ---- estimates ---------------------------------------------------------------------------------------------

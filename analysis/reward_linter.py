@@ -92,10 +92,12 @@ def flags_of(points: dict[str, float]) -> list[str]:
     return flags
 
 
-def print_points(run) -> None:
+def print_rewards(run) -> None:
     """Print the table of a run, unless its rewards are of conversations, or it has none but a teacher."""
     names = run.config.grpo.reward_functions
     if run.reward_functions and not run.environment and names != ["none"]:
         examples = list(islice(run.train_set, EXAMPLES))
-        table, flags = lint(run.reward_functions, run.config.grpo, examples, run.model, run.tokenizer)
+        table, flags = lint(
+            run.reward_functions, run.config.grpo, examples, run.policy.model, run.policy.tokenizer)
         run.console.print("\n".join([*table, *(f"- {flag}" for flag in flags)]))
+    run.console.print("the start-up check is ok")

@@ -13,6 +13,7 @@ each iteration of a loop ends a program (cut_graph). On a CPU or a GPU neither h
 import atexit
 import ctypes
 import os
+import random
 import resource
 import sys
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import cache
 
+import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
@@ -198,6 +200,13 @@ def copy_together(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
 def eager_device(device: torch.device) -> torch.device:
     """Return the device for small tensors of many shapes: the CPU for XLA, which would compile each shape."""
     return torch.device("cpu") if device.type == "xla" else device
+
+
+def seed_generators(of: str | int) -> None:
+    """Seed the global random generators of Python, numpy and torch. (transformers.set_seed imports trainers.)"""
+    number = random.Random(of).getrandbits(32) if isinstance(of, str) else of
+    for seed in random.seed, np.random.seed, torch.manual_seed:
+        seed(number)
 
 
 # ---- memory ------------------------------------------------------------------------------------------------

@@ -5,12 +5,6 @@ Errors that end a run, and other errors in one line.
 from contextlib import contextmanager
 
 
-def require(condition: bool, message: str) -> None:
-    """Raise AssertionError unless the condition holds: an assert that python -O does not remove."""
-    if not condition:
-        raise AssertionError(message)
-
-
 @contextmanager
 def exits_as_errors():
     """Raise RuntimeError for SystemExit and the like, which would end the program. Ctrl-C passes."""

@@ -64,7 +64,7 @@ def validate_reference(
             f"reference: it knows {sizes[0]} tokens, the tokenizer {len(tokenizer)}; take a model with the "
             "same tokenizer"
         )
-    if config.grpo.kl_term == "exact" and sizes[0] != sizes[1]:
+    if config.grpo.exact_kl and sizes[0] != sizes[1]:
         raise ValueError(
             f"reference: its head has {sizes[0]} rows, that of the policy {sizes[1]}, and the exact KL sums "
             f"over both; take --kl_estimator ratio_k3, or resize_token_embeddings({min(sizes)})"

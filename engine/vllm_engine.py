@@ -108,6 +108,8 @@ class VLLM:
         reply: Callable | None = None,
     ) -> Rollout:
         """Sample as Policy.sample: one turn of all completions, then the next."""
+        from vllm import SamplingParams
+
         size, limit, tokenizer = num_completions, config.generation_max_length, self.policy.tokenizer
         prompt_ids = [encode_prompt(tokenizer, prompt) for prompt in prompts]
         seeds = [int(g.integers(2**62)) for g in random_generators(seeds, len(prompts), size)]

@@ -19,8 +19,7 @@ import torch
 import transformers
 from safetensors import SafetensorError
 
-from engine.adapters import AdapterReference
-from engine.devices import all_gather_object, is_main, num_processes
+from engine.devices import all_gather_object, is_main, limit_threads, num_processes
 from engine.errors import RunError, first_line
 from engine.policy import full_state_dict, save_any_policy
 from engine.sharding import full_tensor, sharded_like
@@ -30,19 +29,18 @@ from runs.folder import flush
 def write_checkpoint(folder: Path, step: int, model, tokenizer, reference, state: dict, *, keep: int) -> Path:
     """Write folder/step-<step>, delete all but the newest checkpoints, return the new one. Call on all ranks.
 
-    reference  a model, an AdapterReference (which state holds already), or None
+    reference  a model, or None
     state      contents of state.pt
     keep       number of checkpoints to keep
     raises     RunError, on all ranks, if it cannot be written
     """
     target = folder / f"step-{step:08d}"
     weights = full_state_dict(model)
-    has_weights = reference is not None and not isinstance(reference, AdapterReference)
-    reference_weights = full_state_dict(reference) if has_weights else None
+    reference_weights = None if reference is None else full_state_dict(reference)
 
     def write(partial: Path) -> None:
         save_any_policy(model, tokenizer, partial, weights)
-        if has_weights:
+        if reference is not None:
             save_any_policy(reference, tokenizer, partial / "reference", reference_weights)
         torch.save(state, partial / "state.pt")
         for lines in folder.parent.glob("*.jsonl"):       # a resumed run does not repeat these steps
@@ -94,21 +92,24 @@ def write_folder(partial: Path, target: Path, write: Callable[[Path], None]) -> 
         raise RunError(problem)
 
 
-def optimizer_state(optimizer, scheduler, scaler, value_head, batches) -> dict:
-    """Return the part of state.pt that belongs to a phase. optimizer: None between two phases."""
-    state = {"scaler": scaler.state_dict(), "value_head": value_head and full_tensor(value_head.state_dict())}
-    if optimizer is not None:
-        state |= {"scheduler": scheduler.state_dict(), "position": batches.position}
-        state["optimizer"] = full_tensor(optimizer.state_dict())
-    return state
+def optimizer_state(policy, batches) -> dict:
+    """Return the part of state.pt that belongs to a phase; nothing of it between two phases."""
+    if policy.optimizer is None:
+        return {}
+    scaler, value_head = getattr(policy, "scaler", None), policy.value_head
+    return {
+        "scaler": scaler and scaler.state_dict(),
+        "value_head": value_head and full_tensor(value_head.state_dict()),
+        "scheduler": policy.scheduler.state_dict(), "position": batches.position,
+        "optimizer": full_tensor(policy.optimizer.state_dict()),
+    }
 
 
-def load_optimizer_state(optimizer, scheduler, scaler, state: dict) -> None:
+def load_optimizer_state(policy, state: dict) -> None:
     """Restore the result of optimizer_state, but keep the new peak learning rates."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    moments = state["optimizer"]["state"]
+    moments, optimizer, scheduler = state["optimizer"]["state"], policy.optimizer, policy.scheduler
     for i, tensors in moments.items():
-        moments[i] = {name: sharded_like(tensor, parameters[i]) for name, tensor in tensors.items()}
+        moments[i] = {name: sharded_like(x, policy.parameters[i]) for name, x in tensors.items()}
     peaks = scheduler.base_lrs                            # a flag may have changed it
     optimizer.load_state_dict(state["optimizer"])
     scheduler.load_state_dict(state["scheduler"])
@@ -116,7 +117,9 @@ def load_optimizer_state(optimizer, scheduler, scaler, state: dict) -> None:
     for group, peak, lr in zip(optimizer.param_groups, peaks, scheduler.get_lr(), strict=True):
         group.update(initial_lr=peak, lr=lr)
     if state["scaler"]:
-        scaler.load_state_dict(state["scaler"])
+        policy.scaler.load_state_dict(state["scaler"])
+    if policy.value_head is not None:
+        policy.value_head.load_state_dict(state["value_head"])
 
 
 def by_step(checkpoint: Path) -> tuple[str, bool]:
@@ -147,10 +150,17 @@ def read_state(checkpoint: Path, *, mmap: bool = False) -> dict:
     return torch.load(checkpoint / "state.pt", weights_only=True, map_location="cpu", mmap=mmap)
 
 
-def versions(engine) -> dict:
+def versions(policy) -> dict:
     """Return what the last bits depend on: versions, the numbers of processes and threads, the engine."""
     return {
         "python": platform.python_version(), "torch": str(torch.__version__),
         "transformers": transformers.__version__, "processes": num_processes(),
-        "threads": torch.get_num_threads(), "engine": type(engine).__name__,
+        "threads": torch.get_num_threads(), "engine": type(policy).__name__,
     }
+
+
+def resume_versions(begun: dict, policy, notify: Callable) -> None:
+    """Compute with as many threads as the run began with; say if what the last bits depend on has changed."""
+    limit_threads(begun["threads"], "the number that the run began with", notify)
+    if (now := versions(policy)) != begun:
+        notify(f"  note   resumed with {now}, begun with {begun}: equal up to rounding, not bit for bit")

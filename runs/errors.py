@@ -10,6 +10,10 @@ from contextlib import contextmanager, suppress
 
 from engine.devices import other_rank_ended, print_last_line, shutdown
 from engine.errors import RunError, first_line, is_out_of_memory
+from policy import RatioError
+
+
+RAISED_BY_ALL = RunError, RatioError
 
 
 class StopOnSignal:
@@ -59,7 +63,7 @@ def exit_on_errors(program: str, mistakes: tuple = (ValueError, OSError)):
         yield
     except mistakes as error:
         end_program(f"{program}: error: {error}", 2)
-    except (RunError, OSError) as error:                  # OSError: a full disk
+    except (*RAISED_BY_ALL, OSError) as error:                  # OSError: a full disk
         end_program(f"{program}: {error}", 1)
     except KeyboardInterrupt:
         end_program(f"{program}: stopped at once; --resume continues a run from its last checkpoint", 130)

@@ -1,20 +1,27 @@
 """
-Phases of a run: their lengths, optimisers and learning rates.
+Phases of a run: their lengths, and the optimiser, schedule, data order and reference that each begins with.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from config import Config
+from engine.adapters import trainable_parameters
+from engine.errors import RunError
+from engine.policy import make_reference, move
+from model import ValueHead
+from policy import Policy
 
 
 @dataclass
 class Phase:
-    """A part of the training with one kind of step, an optimiser and a learning rate schedule."""
+    """A part of the training with one kind of step, an optimiser and a learning-rate schedule."""
 
     name: str                   # cold_start, supervised or grpo
     steps: int                  # optimiser steps
@@ -22,9 +29,10 @@ class Phase:
     eval_steps: int             # between evaluations; 0: only at its end
     end_accuracy: float = math.inf                        # held-out accuracy that ends the phase
 
-    def is_over(self, step: int, accuracy: float) -> bool:
+    def is_over(self, progress) -> bool:
         """Return True at the last step, or if the evaluation after a step was good enough (NaN: none)."""
-        return step >= self.steps or (step > 0 and accuracy >= self.end_accuracy)
+        evaluated = progress.evaluated_at == progress.step and progress.phase_step > 0
+        return progress.phase_step >= self.steps or (evaluated and progress.accuracy >= self.end_accuracy)
 
 
 def plan_phases(config: Config, num_examples: int) -> list[Phase]:
@@ -44,19 +52,51 @@ def plan_phases(config: Config, num_examples: int) -> list[Phase]:
     return [cold_start, grpo_phase] if cold_start_steps else [grpo_phase]
 
 
-def make_optimizer(parameters: list[dict], phase: Phase, device: torch.device) -> torch.optim.Optimizer:
-    """Return AdamW for groups of parameters."""
-    # With the usual 0.999, beta2 averages over too many steps, as gradients change fast.
-    return torch.optim.AdamW(
-        parameters, lr=phase.learning_rate, betas=(0.9, 0.95), weight_decay=0.0,
-        fused=device.type != "xla")                       # XLA fuses by itself
+def train_in_phase(policy: Policy, phase: Phase, config: Config, make_optimizer: Callable | None) -> None:
+    """Give the policy the optimiser, the schedule and the value head of a phase.
 
-
-def make_scheduler(optimizer: torch.optim.Optimizer, phase: Phase, training) -> LambdaLR:
-    """Return the learning rate schedule of a phase. training: a TrainingConfig."""
+    make_optimizer  a caller's: of named parameters; None: AdamW
+    """
+    training, device = config.training, next(policy.model.parameters()).device
+    modules, value_head = [policy.model], None
+    if phase.name == "grpo" and config.grpo.use_value_head:
+        hidden_size = policy.model.config.get_text_config().hidden_size
+        value_head = ValueHead(hidden_size, training.seed).to(device)
+        modules.append(value_head)
+    if make_optimizer:
+        named = chain(*(module.named_parameters() for module in modules))
+        optimizer = make_optimizer([pair for pair in named if pair[1].requires_grad])
+        refuse_other_optimizer(optimizer)
+    else:
+        # With the usual 0.999, beta2 averages over too many steps, as gradients change fast.
+        optimizer = torch.optim.AdamW(
+            [{"params": trainable_parameters(module)} for module in modules], lr=phase.learning_rate,
+            betas=(0.9, 0.95), weight_decay=0.0, fused=device.type != "xla")     # XLA fuses by itself
     warmup = math.ceil(training.warmup_ratio * phase.steps)
-    factor = partial(learning_rate_factor, steps=phase.steps, warmup=warmup, schedule=training.lr_schedule)
-    return LambdaLR(optimizer, factor)
+    factor = partial(
+        learning_rate_factor, steps=phase.steps, warmup=warmup, schedule=training.lr_schedule)
+    policy.train_with(optimizer, LambdaLR(optimizer, factor), value_head)
+
+
+def refuse_other_optimizer(optimizer) -> None:
+    """Raise RunError if what a caller's function returned is no optimiser, or could not be resumed."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise RunError(f"optimizer: returned a {type(optimizer).__name__}, no torch Optimizer")
+    if not {"state", "param_groups"} <= optimizer.state_dict().keys():
+        raise RunError("optimizer: its state_dict has no state and param_groups: not to be resumed")
+
+
+def first_reference(policy: Policy, config, teacher: torch.nn.Module | None) -> Policy:
+    """Return the reference that GRPO begins with: the teacher, else a copy of the policy.
+
+    config  a GRPOConfig
+    """
+    model = teacher
+    if teacher is None:
+        model = make_reference(policy.model, exact=config.reference_mode == "ema")
+    reference = policy.like(model)
+    move(model, torch.device("cpu") if config.reference_offload else next(policy.model.parameters()).device)
+    return reference
 
 
 def learning_rate_factor(step: int, *, steps: int, warmup: int, schedule: str) -> float:

@@ -7,24 +7,27 @@ is read, the tokenizer loaded, and prompts are counted in tokens. The model and 
 
 import inspect
 import math
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from config import Config, ModelConfig, TrainingConfig, validate_functions
-from engine.devices import best_device, keep_freed_memory, leave_busy_cores, num_processes
-from engine.plain import Engine
-from engine.policy import check_context_length, load_any_policy, load_any_tokenizer, move, save_any_policy
+from engine.devices import (
+    best_device, keep_freed_memory, leave_busy_cores, num_processes, seed_generators,
+)
+from engine.device_policy import DevicePolicy, runs_in_core
+from engine.policy import (
+    check_context_length, load_any_policy, load_any_tokenizer, move, moved_to, save_any_policy,
+)
 from engine.precision import resolve_precision
 from engine.ranks import Ranks
 from engine.reference import compare_tokenizers, load_reference, load_teacher, validate_reference
 from engine.sharding import shard
 from model import load_policy
+from policy import Policy
 from reward_functions.loading import as_name, load_reward_function, refuse_equal_names, require_columns
 from runs.checkpoint import latest_checkpoint, read_state
 from runs.folder import RunFolder
@@ -94,38 +97,40 @@ def validate_grpo_setup(
 
 
 def start_up_check(
-    policy, tokenizer, examples: list[dict], config: Config, ranks: Ranks, make_engine: Callable | None,
-    teacher, longest_prompt: int, notify: Callable,
-) -> Engine:
-    """Return the run's engine. Raises ValueError if it would sample or score wrongly.
+    model, tokenizer, examples: list[dict], config: Config, make_policy: Callable | None, teacher,
+    longest_prompt: int, notify: Callable,
+) -> Policy:
+    """Return the policy of a run. Raises ValueError if it would sample or forward wrongly.
 
-    make_engine, teacher  engine and reference of set_up
+    make_policy, teacher  engine and reference of set_up
     """
     max_tokens, grpo = config.training.max_tokens_per_forward, config.grpo
     prompts = [example["prompt"] for example in examples[:2]]
-    plain = Engine(policy, tokenizer, max_tokens=max_tokens)
+    plain = DevicePolicy(model, tokenizer, max_tokens=max_tokens)
     with plain.sampling():
-        engine, note = choose_engine(plain, ranks, prompts, grpo, longest_prompt)
-        rollout = refuse_wrong_sampler(engine, prompts, grpo.generation_max_length)
+        policy, note = choose_engine(plain, prompts, grpo, longest_prompt)
+        rollout = refuse_wrong_sampler(policy, prompts, grpo.generation_max_length)
         if teacher is not None:
-            rows = Engine(teacher, tokenizer, max_tokens=max_tokens)
-            with plain.on_device(teacher), rows.sampling():
+            rows = plain.like(teacher)
+            with moved_to(teacher, plain.device), rows.sampling():
                 refuse_wrong_head(rows, rollout, "teacher")
-                if engine.shares_prompts:
-                    other, note = choose_engine(rows, ranks, prompts, grpo, longest_prompt)
-                    engine = engine if other.shares_prompts else plain
+                if policy.shares_prompts:
+                    other, note = choose_engine(rows, prompts, grpo, longest_prompt)
+                    policy = policy if other.shares_prompts else plain
     if note:
         notify(f"  note   {note}")
-    if make_engine:
-        engine = make_engine(policy, tokenizer, max_tokens=max_tokens)
-        if not isinstance(engine, Engine):
-            raise ValueError(f"engine: {type(engine).__name__} is no Engine; see CONTRIBUTING.md, A sampler")
+    if make_policy:
+        policy = make_policy(model, tokenizer, max_tokens=max_tokens)
+        if not isinstance(policy, Policy):
+            raise ValueError(f"engine: {type(policy).__name__} is no Policy; see CONTRIBUTING.md, A sampler")
     elif grpo.engine == "vllm":
         from engine.vllm_engine import VLLM
 
         length = longest_prompt + grpo.generation_max_length
-        engine = VLLM(engine, max_length=length, memory=grpo.engine_memory)
-    return engine
+        policy.sampler = VLLM(policy, max_length=length, memory=grpo.engine_memory)
+    elif policy is plain and runs_in_core(model):
+        policy = Policy(model, tokenizer, max_tokens=max_tokens)
+    return policy
 
 
 def set_up(
@@ -138,7 +143,7 @@ def set_up(
 
     reward_functions, environment  names, functions, a class of environments, or None: those of config
     dataset, eval_dataset          a source or examples for load_examples, or None: that of config
-    engine                         a subclass of Engine, or a function of its arguments that returns one;
+    engine                         a subclass of Policy, or a function of its arguments that returns one;
                                    None: --engine
     optimizer                      a function of named parameters, [(name, parameter), ...], that returns a
                                    torch.optim.Optimizer, called at the start of every phase. Its own learning
@@ -156,8 +161,7 @@ def set_up(
         eval_dataset=eval_dataset, reference_path=reference,
     )), device)
     training = config.training
-    for seed in random.seed, np.random.seed, torch.manual_seed:      # transformers.set_seed imports trainers
-        seed(training.seed)
+    seed_generators(training.seed)
     mesh = parse_mesh(config)
     folder = RunFolder(config, ranks)
     console = folder.console
@@ -195,29 +199,39 @@ def set_up(
     torch.manual_seed(training.seed)                      # of weights that are in no file
     if config.model.lora_rank and not model_config.model_path and not training.check:
         model_config = write_base(model_config, folder, ranks)
-    policy = load_trained_policy(model_config, training, device, mesh)
+    model = load_trained_model(model_config, training, device, mesh)
     longest = max(longest_prompt, longest_held_out)
-    check_context_length(policy, longest, config.grpo.generation_max_length)
+    check_context_length(model, longest, config.grpo.generation_max_length)
     if inspect.isclass(environment):                      # its reset may add text to a prompt
         longest = max(longest, config.data.max_prompt_length)
     phases = plan_phases(config, len(train_set))
-    console.describe(policy, device, len(train_set), len(eval_set), phases)
-    positions = getattr(policy.config.get_text_config(), "max_position_embeddings", None)
-    refuse_long_demonstrations(config, train_set, tokenizer, stop_token_ids(policy, tokenizer), positions)
+    console.describe(model, device, len(train_set), len(eval_set), phases)
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    refuse_long_demonstrations(config, train_set, tokenizer, stop_token_ids(model, tokenizer), positions)
     if has_teacher and reference is None:
-        reference = load_teacher(config, policy)
+        reference = load_teacher(config, model)
     if reference is not None:
-        validate_reference(reference, policy, tokenizer, config)
-    engine = start_up_check(
-        policy, tokenizer, train_set, config, ranks, engine, reference, longest, console.print)
+        validate_reference(reference, model, tokenizer, config)
+    policy = start_up_check(
+        model, tokenizer, train_set, config, engine, reference, longest, console.print)
     run = Run(
-        config, folder, device, tokenizer, functions, environment, train_set, eval_set, phases, ranks, engine,
-        make_optimizer=optimizer, teacher=reference,
-    )
+        config, folder, functions, environment, train_set, eval_set, phases, ranks, policy,
+        make_optimizer=optimizer, teacher=reference)
     if checkpoint:
         run.restore(checkpoint)
-        run.reference = load_reference(policy, config, checkpoint, run.saved_state)
+        if saved := load_reference(model, config, checkpoint, run.saved_state):
+            run.reference = policy.like(saved)
+    if not training.check:
+        refuse_other_settings(run)
     return run
+
+
+def refuse_other_settings(run: Run) -> None:
+    """Raise RunError, on all ranks, if their settings or numbers of examples differ."""
+    settings = dict(run.config.flags)
+    for name in "output_dir", "model_path", "dataset", "eval_dataset", "reward_functions", "environment":
+        del settings[name]                                # paths, of which each machine may have its own
+    run.ranks.agree(settings | {"examples": len(run.train_set)})
 
 
 def environment_and_tools(environment: str | Callable) -> tuple[Callable | None, list[Callable] | None]:
@@ -231,19 +245,19 @@ def environment_and_tools(environment: str | Callable) -> tuple[Callable | None,
     return environment, tools_of(environment)
 
 
-def load_trained_policy(
+def load_trained_model(
     model_config: ModelConfig, training: TrainingConfig, device: torch.device, mesh: dict[str, int]
 ) -> torch.nn.Module:
-    """Load the policy and shard it over the device mesh."""
-    policy, _ = load_any_policy(model_config)
-    move(policy, device)
+    """Load the model that is trained, and shard it over the device mesh."""
+    model, _ = load_any_policy(model_config)
+    move(model, device)
     if training.gradient_checkpointing:
         from engine.recomputation import recompute_activations
 
-        recompute_activations(policy)
-    shard(policy, mesh)
+        recompute_activations(model)
+    shard(model, mesh)
     keep_freed_memory()                                   # after loading, which frees whole weights
-    return policy
+    return model
 
 
 def write_base(config: ModelConfig, folder: RunFolder, ranks: Ranks) -> ModelConfig:

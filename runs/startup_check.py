@@ -9,9 +9,10 @@ from config import GRPOConfig
 from data import encode_prompt
 from engine import make_engine, saves_tokens
 from engine.errors import CannotShare
-from engine.plain import Engine
+from engine.device_policy import DevicePolicy
 from engine.precision import is_exact
 from engine.text_model import has_experts
+from policy import Policy
 from sample import Rollout, stop_token_ids
 
 TOLERANCE = 1e-2                # nats; forward passes of different shapes agree to about 1e-5 in float32,
@@ -27,11 +28,11 @@ def short_completions(most_tokens: int) -> GRPOConfig:
 
 
 def choose_engine(
-    plain: Engine, ranks, prompts: list, config, longest_prompt: int | None = None
-) -> tuple[Engine, str]:
+    plain: DevicePolicy, prompts: list, config, longest_prompt: int | None = None
+) -> tuple[DevicePolicy, str]:
     """Choose the shared engine where it is faster and, on all ranks, computes what the plain one does.
 
-    prompts         as for Engine.sample;  config  a GRPOConfig
+    prompts         as for Policy.sample;  config  a GRPOConfig
     longest_prompt  of the run, in tokens; None: share prompts of any length
     returns         the engine, and a note if prompts should be shared and cannot be, or ""
     raises          ValueError if they cannot be and config.engine is "shared"
@@ -41,7 +42,7 @@ def choose_engine(
         return plain, ""
     shared = make_engine("shared", plain.model, plain.tokenizer, max_tokens=plain.max_tokens)
     fault = fault_of_sharing(shared, plain, prompts, config.generation_max_length)
-    if ranks.sum(int(not fault)) == ranks.size:
+    if plain.ranks.sum(int(not fault)) == plain.ranks.size:
         return shared, ""
     note = f"prompts are not shared: {fault or 'another rank cannot'}"
     if config.engine == "shared":
@@ -50,36 +51,41 @@ def choose_engine(
 
 
 @torch.no_grad()
-def fault_of_sharing(shared: Engine, plain: Engine, prompts: list, most_tokens: int = MOST_TOKENS) -> str:
+def fault_of_sharing(shared: DevicePolicy, plain: DevicePolicy, prompts: list, most_tokens: int = MOST_TOKENS) -> str:
     """Compare log-probabilities by the shared cache and packed rows with those of plain rows, "" if equal."""
     prompts = [encode_prompt(plain.tokenizer, prompt) for prompt in prompts]
     try:
-        rollout = shared.sample(prompts, short_completions(most_tokens), seed=0, num_completions=2)
+        rollout = shared.sample(prompts, short_completions(most_tokens), 0, num_completions=2)
         rollout.completion_mask[1::2, 5:] = False         # packs of different lengths
-        packed = shared.log_probs(rollout, None, {}).logp.cpu()
+        packed = shared.forward(rollout, all_rows(rollout)).logp.cpu()
     except CannotShare as error:
         return str(error)
-    rows = plain.log_probs(rollout, None, {}).logp.cpu()
+    rows = plain.forward(rollout, all_rows(rollout)).logp.cpu()
     sampled = rollout.sampling_logp.where(rollout.completion_mask, 0.0)
     both = torch.stack([packed, sampled])
     return difference(shared.model, "shared and plain rows", both, rows.expand(2, -1, -1))
 
 
-def refuse_wrong_sampler(engine: Engine, prompts=("1+1=?",), most_tokens: int = MOST_TOKENS) -> Rollout:
+def all_rows(rollout: Rollout) -> torch.Tensor:
+    """Return the indices of all completions, (B,)."""
+    return torch.arange(len(rollout.completion_ids))
+
+
+def refuse_wrong_sampler(policy: Policy, prompts=("1+1=?",), most_tokens: int = MOST_TOKENS) -> Rollout:
     """Raise ValueError if prompts, sampling or scoring would be wrong. Return the completions for that.
 
     They continue the first prompt and a half of it, which is padded: on the left to sample, on the right to
     train.
     """
-    model, tokenizer = engine.model, engine.tokenizer
+    model, tokenizer = policy.model, policy.tokenizer
     prompts = [encode_prompt(tokenizer, prompt) for prompt in prompts]
     refuse_wrong_tokens(model, tokenizer, prompts)
     half = prompts[0][len(prompts[0]) // 2 :]
-    rollout = engine.sample([prompts[0], half], short_completions(most_tokens), seed=0, num_completions=2)
-    plain = make_engine("plain", model, tokenizer)
+    rollout = policy.sample([prompts[0], half], short_completions(most_tokens), 0, num_completions=2)
+    plain = DevicePolicy(model, tokenizer)
     refuse_wrong_head(plain, rollout)
     with torch.no_grad():
-        trained = plain.log_probs(rollout, None, {}).logp
+        trained = plain.forward(rollout, all_rows(rollout)).logp
     if fault := difference(model, "sampler and trainer", rollout.sampling_logp, trained):
         raise ValueError(f"start-up check: {fault}; try --attn_implementation eager")
     return rollout
@@ -104,7 +110,7 @@ def refuse_wrong_tokens(model, tokenizer, prompts: list[list[int]]) -> None:
 
 
 @torch.no_grad()
-def refuse_wrong_head(plain: Engine, rollout: Rollout, name: str = "policy") -> None:
+def refuse_wrong_head(plain: DevicePolicy, rollout: Rollout, name: str = "policy") -> None:
     """Raise ValueError if the chunked head computes other log-probabilities than the model's own pass.
 
     Compared is the first row. An adapter of the head, or a step that compute_logits lacks, makes them differ.
@@ -114,7 +120,7 @@ def refuse_wrong_head(plain: Engine, rollout: Rollout, name: str = "policy") -> 
     ids = torch.cat([prompt, completion])[None].to(plain.device)
     logits = plain.model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
     own = logits.float().log_softmax(-1).gather(-1, completion[:, None].to(plain.device))[:, 0]
-    ours = plain.log_probs(rollout, torch.tensor([0]), {}).logp[0, mask]
+    ours = plain.forward(rollout, torch.tensor([0])).logp[0, mask]
     if fault := difference(plain.model, f"{name}: chunked head and the model's own", ours, own):
         raise ValueError(
             f"start-up check: {fault}; logits of this architecture need a step that compute_logits in "

@@ -16,9 +16,9 @@ from config import GRPOConfig
 from engine import make_engine
 from engine.errors import RunError
 from engine.precision import with_precision
-from experience import Experience, Groups, minibatches, shape_rewards, sampled_kl, token_advantages
+from experience import Experience, Groups, minibatches, shape_rewards, token_advantages, tokens_of_groups
 from grpo import compute_group_advantages
-from logprobs import Distribution, LogProbs
+from logprobs import LogProbs
 from sample import Rollout
 from sources.batches import Batches
 from train import sample_groups
@@ -44,7 +44,7 @@ def test_overlong_completions_are_kept_left_out_or_penalised(base):
     lengths = rollout.completion_mask.sum(dim=1)
     shaped = rewards + torch.tensor([min(0.0, (20 - 4 - int(n)) / 4) for n in lengths]).view(4, 4)
     assert (shaped < rewards).any()
-    torch.testing.assert_close(penalised.advantages[:, 0].view(4, 4), shaped - shaped.mean(dim=1, keepdim=True))
+    torch.testing.assert_close(penalised.advantages.view(4, 4), shaped - shaped.mean(dim=1, keepdim=True))
     every_length = replace(rollout, completion_mask=torch.arange(20) < torch.arange(5, 21)[:, None])
     settings = with_settings(base, generation_max_length=20, overlong="penalise").config.grpo
     expected = [0.0] * 12 + [-0.25, -0.5, -0.75, -1.0]    # the buffer is a fifth of the limit
@@ -77,7 +77,7 @@ def test_dynamic_sampling_replaces_tied_groups_by_new_prompts_in_bounded_rounds(
         points = torch.tensor([[1.0, 0.0, 0.0, 0.0] if mixed else [0.7] * 4 for mixed in wanted]).double()
         return points, {"points": points}
 
-    monkeypatch.setattr("runs.groups.compute_rewards_for_completions", rewards_of)
+    monkeypatch.setattr(train, "compute_rewards_for_completions", rewards_of)
     groups = sample_groups(run, next(run.batches))
     order = Batches(run.train_set, 9, 0)
     assert list(itertools.chain(*asked)) == [example["prompt"] for example in next(order)], "the next prompts, none twice"
@@ -88,7 +88,7 @@ def test_dynamic_sampling_replaces_tied_groups_by_new_prompts_in_bounded_rounds(
     assert [text.removeprefix("<bos>") for text in texts] == [example["prompt"] for example in groups.examples]
     assert groups.rollout.completion_mask.shape == groups.rollout.sampling_logp.shape and len(groups.rollout.completions) == 16
     with torch.no_grad():
-        logp = run.policy.log_probs(groups.rollout).logp
+        logp = run.engine.log_probs(groups.rollout, None, {}).logp
     torch.testing.assert_close(logp, groups.rollout.sampling_logp, atol=1e-4, rtol=1e-4)
 
 
@@ -103,7 +103,7 @@ def test_groups_that_differ_in_length_alone_are_replaced(base, monkeypatch):
     def penalised(config, rollout, scores, per_function):
         return scores.clamp(-2, 2) - torch.arange(4).double() / 100              # as of lengths that differ
 
-    monkeypatch.setattr("runs.groups.compute_rewards_for_completions", rewards_of)
+    monkeypatch.setattr(train, "compute_rewards_for_completions", rewards_of)
     monkeypatch.setattr(train, "shape_rewards", penalised)
     groups = sample_groups(run, next(run.batches))
     assert groups.replaced == 3 and groups.scores[0].tolist() == [1.0, 0.0, 0.0, 0.0]
@@ -130,7 +130,7 @@ def test_a_prompt_that_comes_up_again_in_a_round_is_answered_anew(base, monkeypa
         seen.append(dict(zip([example["prompt"] for example in examples], rollout.completions[::4])))
         return torch.zeros(4, 4).double(), {"points": torch.zeros(4, 4).double()}
 
-    monkeypatch.setattr("runs.groups.compute_rewards_for_completions", never_any_signal)
+    monkeypatch.setattr(train, "compute_rewards_for_completions", never_any_signal)
     sample_groups(run, next(run.batches))
     first, second = seen
     assert set(first) == set(second) and all(first[prompt] != second[prompt] for prompt in first)
@@ -144,7 +144,7 @@ def test_clipped_rewards_are_clipped_before_anything_else(base):
     points = shape_rewards(run.config.grpo, rollout, rewards, {})
     torch.testing.assert_close(points, cut, equal_nan=True)
     experience = experience_of(run, rollout, points)
-    torch.testing.assert_close(experience.advantages[:, 0].view(4, 4), compute_group_advantages(cut))
+    torch.testing.assert_close(experience.advantages.view(4, 4), compute_group_advantages(cut))
 
 
 def test_the_global_mean_runs_over_the_run(base):
@@ -162,45 +162,25 @@ def test_the_global_mean_runs_over_the_run(base):
         seen += clipped[~clipped.isnan()].tolist()
         mean = sum(seen) / len(seen)
         expected = (clipped - mean).nan_to_num(0.0) if points < 2 else torch.zeros(4, 4)         # 6 and 5 are cut to a tie
-        torch.testing.assert_close(experience.advantages[:, 0].view(4, 4), expected)
+        torch.testing.assert_close(experience.advantages.view(4, 4), expected)
 
 
-<<<<<<< HEAD
-=======
-def test_groups_that_dynamic_sampling_replaced_count_in_the_global_mean(base, monkeypatch):
-    run, rounds = with_settings(base, dynamic_sampling=1, baseline="global_mean"), []
-
-    def rewards_of(functions, weights, rollout, examples, **_):
-        rounds.append(len(examples))
-        points = torch.full((len(examples), 4), 8.0).double()                    # all tied, all replaced
-        if len(rounds) == 2:
-            points[:] = torch.tensor([0.0, 1.0, 2.0, math.nan])
-        return points, {"points": points}
-
-    monkeypatch.setattr("runs.groups.compute_rewards_for_completions", rewards_of)
-    run.progress.reward_sum, run.progress.reward_count = 0.0, 0
-    sample_groups(run, next(run.batches))
-    assert rounds == [4, 4] and run.progress.reward_count == 16 + 12
-    assert run.progress.mean_reward == pytest.approx((16 * 8.0 + 4 * 3.0) / 28)
-
-
->>>>>>> proto
 def test_minibatches_take_every_row_once_an_epoch_in_a_new_order_with_groups_together(base):
     run = with_settings(base, ppo_epochs=3, minibatch_size=8)
-    parts = list(minibatches(run.config.grpo, 16, seed=train.seed_of_step(run)))
+    parts = list(minibatches(run.config.grpo, 16, seed=run.minibatch_seed))
     assert [len(rows) for rows in parts] == [8] * 6
     epochs = [torch.cat(parts[i : i + 2]) for i in (0, 2, 4)]
     for rows in epochs:
         assert sorted(rows.tolist()) == list(range(16))
         assert (rows.view(-1, 4) - rows.view(-1, 4)[:, :1] == torch.arange(4)).all()
     assert len({tuple(rows.tolist()) for rows in epochs}) > 1
-    again = minibatches(run.config.grpo, 16, seed=train.seed_of_step(run))
+    again = minibatches(run.config.grpo, 16, seed=run.minibatch_seed)
     assert all(torch.equal(a, b) for a, b in zip(parts, again)), "the same again after a resume"
     run.progress.step += 1
-    later = minibatches(run.config.grpo, 16, seed=train.seed_of_step(run))
+    later = minibatches(run.config.grpo, 16, seed=run.minibatch_seed)
     assert not all(torch.equal(a, b) for a, b in zip(parts, later))
     run = with_settings(base, minibatch_size=6)
-    assert [len(rows) for rows in minibatches(run.config.grpo, 16, seed=train.seed_of_step(run))] == [6, 6, 4]
+    assert [len(rows) for rows in minibatches(run.config.grpo, 16, seed=run.minibatch_seed)] == [6, 6, 4]
     assert [rows.tolist() for rows in minibatches(with_settings(base).config.grpo, 16, seed=0)] == [list(range(16))]
 
 
@@ -250,19 +230,19 @@ def test_what_is_measured_between_sampler_and_trainer(monkeypatch, same_arithmet
     """Two rows, of which one is not scored: deviations are those of all sampled tokens."""
     mask = torch.tensor([[1, 1, 1], [1, 0, 0]]).bool()
     sampler, trainer = numbers([-1.0, -2.0, -3.0], [-1.0, 0.0, 0.0]), numbers([-1.5, -2.0, -2.0], [-1.2, 0.0, 0.0])
-    rollout = Rollout(torch.ones(1, 2), torch.ones(1, 2).bool(), torch.ones(2, 3), mask, sampler, torch.tensor([True, True]), ["", ""], Distribution())
+    monkeypatch.setattr(experience, "log_probs_of_rollout", lambda *args, **options: LogProbs(trainer, sampler))
+    rollout = Rollout(torch.ones(1, 2), torch.ones(1, 2).bool(), torch.ones(2, 3), mask, sampler, torch.tensor([True, True]), ["", ""])
     groups = Groups([{}], rollout, None, {}, numbers([1.0, math.nan]))
     config, engine = GRPOConfig(importance_cap=1.5, num_completions_per_prompt=2), make_engine("plain", torch.nn.Linear(1, 1), None)
     engine.same_arithmetic = same_arithmetic
-    monkeypatch.setattr(engine, "log_probs", lambda *args, **options: LogProbs(trainer, sampler))
-    made = experience.compute_experience(groups, numbers([2.0, 0.0]), config, engine)
+    made = experience.compute_experience(groups, numbers([0.0, 0.0]), config, engine, None)
     log_ratios = [-0.5, 0.0, 1.0, -0.2]
     ratios = [math.exp(x) for x in log_ratios]
     expected = {
         "sampler_deviation": sum(abs(x - 1) for x in ratios) / 4, "importance_weight": (ratios[0] + ratios[1] + 1.5) / 3,
     }
-    assert {name: made.metrics[name] for name in expected} == pytest.approx(expected) and made.old_logp is trainer
-    torch.testing.assert_close(made.advantages[0], 2 * numbers(ratios[0], ratios[1], 1.5))
+    assert made.metrics == pytest.approx(expected) and made.old_logp is trainer
+    torch.testing.assert_close(made.importance_weights[0], numbers(ratios[0], ratios[1], 1.5))
 
 
 @pytest.mark.parametrize("settings,kept", [
@@ -271,13 +251,20 @@ def test_what_is_measured_between_sampler_and_trainer(monkeypatch, same_arithmet
 ])
 def test_tied_rows_are_forwarded_only_for_terms_without_advantages_and_rows_without_tokens_never(settings, kept):
     mask, logp = torch.tensor([[1, 1], [1, 0], [0, 0]]).bool(), torch.zeros(3, 2)
-    rollout = Rollout(torch.ones(1, 1), torch.ones(1, 1).bool(), None, mask, logp, None, None, Distribution())
-    made = Experience([], rollout, mask, numbers([1.0], [0.0], [1.0]).expand(3, 2), logp, logp, logp, logp, logp + 1)
-    config = GRPOConfig(**{"use_kl_penalty": False} | settings)
-    batch = made.batch(torch.arange(3), skip_tied=config.policy_loss_alone)
-    assert batch.rows.tolist() == torch.tensor(kept).nonzero()[:, 0].tolist()
-    assert made.batch(torch.tensor([2, 0])).rows.tolist() == [0]
-    torch.testing.assert_close(batch.weights, mask / 3)
+    made = Experience([], None, mask, numbers([1.0], [0.0], [1.0]), logp, logp, tokens_of_groups(mask, 3))
+    assert made.has_gradient(torch.arange(3), GRPOConfig(**{"use_kl_penalty": False} | settings)).tolist() == kept
+    assert made.has_gradient(torch.tensor([2, 0]), GRPOConfig(**settings)).tolist() == [False, True]
+    assert made.denominators(torch.tensor([0, 2]), 7) == dict(num_tokens=2, num_sequences=1, max_tokens=7, num_prompts=1)
+    assert made.denominators(torch.tensor([2]), 7) == dict(num_tokens=1, num_sequences=1, max_tokens=7, num_prompts=1)
+
+
+def test_tokens_of_a_group_are_those_of_all_its_completions_and_part_of_it_is_a_fraction_of_a_prompt():
+    mask = torch.tensor([[1, 1, 1], [1, 0, 0], [0, 0, 0], [1, 1, 0], [0, 0, 0], [0, 0, 0]]).bool()
+    group_tokens, logp = tokens_of_groups(mask, 3), torch.zeros(6, 3)
+    assert group_tokens.flatten().tolist() == [4, 4, 2, 2, 1, 1]
+    made = Experience([], None, mask, torch.ones(6, 1), logp, logp, group_tokens)
+    for rows, num_prompts in ([0, 1, 2, 3, 4, 5], 2), ([0], 0.75), ([1, 3], 1.25), ([4, 5], 1):
+        assert made.denominators(torch.tensor(rows), 7)["num_prompts"] == num_prompts
 
 
 @pytest.mark.parametrize("vllm", [False, True])
@@ -288,13 +275,13 @@ def test_first_ratios_may_differ_from_1_by_so_much(model, vllm, precision, toler
     engine.same_arithmetic = not vllm
     for factor, wrong in (0.99, False), (1.01, True), (math.nan, False):
         with pytest.raises(RunError, match="first ratios must be 1") if wrong else nullcontext():
-            engine.require_ratios_of_1({"ratio_deviation": tolerance * factor * (3 if vllm else 1)})
+            engine.require_ratios_of_1(tolerance * factor * (3 if vllm else 1))
 
 
 def test_the_ratio_of_ratio_k3_is_cut_at_e_to_the_20():
     before, logp = numbers([-26.0, -2.0]), numbers([-1.0, -1.0])
-    made = Experience([], None, torch.ones(1, 2).bool(), numbers([1.0]), before, before, reference_logp=logp - 1)
-    kl = sampled_kl(logp, made, GRPOConfig(use_kl_penalty=True))
+    made = Experience([], None, torch.ones(1, 2).bool(), numbers([1.0]), before, before, torch.tensor([[2]]), reference_logp=logp - 1)
+    kl = made.sampled_kl(logp, GRPOConfig(use_kl_penalty=True))
     k3 = math.exp(-1) + 1 - 1
     torch.testing.assert_close(kl, numbers([math.exp(20) * k3, math.exp(1) * k3]))
 
@@ -302,16 +289,16 @@ def test_the_ratio_of_ratio_k3_is_cut_at_e_to_the_20():
 def test_the_kl_in_the_reward_is_taken_off_within_a_group_without_rows_that_are_not_trained_on(monkeypatch):
     mask, policy, reference = torch.tensor([[1, 1], [1, 0], [1, 1]]).bool(), torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
     logp = {policy: numbers([-1.0, -2.0], [-1.0, 0.0], [-1.0, -1.0]), reference: numbers([-2.0, -2.5], [-1.5, 0.0], [-9.0, -9.0])}
+    monkeypatch.setattr(experience, "log_probs_of_rollout", lambda *args, model=policy, **options: LogProbs(logp[model], None))
     rollout = Rollout(
-        torch.ones(1, 2), torch.ones(1, 2).bool(), torch.ones(3, 2), mask, logp[policy], torch.ones(3).bool(), [""] * 3, Distribution())
+        torch.ones(1, 2), torch.ones(1, 2).bool(), torch.ones(3, 2), mask, logp[policy], torch.ones(3).bool(), [""] * 3)
     groups = Groups([{}], rollout, None, {}, numbers([1.0, 2.0, math.nan]))
     config = GRPOConfig(use_kl_penalty=True, kl_penalty_coef=0.5, kl_in="reward", num_completions_per_prompt=3)
-    engine = make_engine("plain", policy, None)
-    monkeypatch.setattr(engine, "log_probs", lambda rollout, model=policy: LogProbs(logp[model], None))
-    made = experience.compute_experience(groups, numbers([0.25, -0.25, 0.0]), config, engine, reference)
-    assert made.metrics["kl"] == pytest.approx((1.0 + 0.5 + 0.5) / 3)
+    made = experience.compute_experience(
+        groups, numbers([0.25, -0.25, 0.0]), config, make_engine("plain", policy, None), None, reference=reference)
+    assert made.metrics == {"kl": pytest.approx((1.0 + 0.5 + 0.5) / 3)}
     # Sums of 1.5 and 0.5 nats, half a point each, around their mean.
-    torch.testing.assert_close(made.advantages[:, 0], numbers(0.25 - 0.25, -0.25 + 0.25, 0.0))
+    torch.testing.assert_close(made.advantages, numbers([0.25 - 0.25], [-0.25 + 0.25], [0.0]))
 
 
 def test_with_a_value_head_tokens_have_advantages_of_their_own_and_the_penalty_of_each(base):
@@ -320,8 +307,8 @@ def test_with_a_value_head_tokens_have_advantages_of_their_own_and_the_penalty_o
     rewards[2, 1] = math.nan
     made = experience_of(run, rollout, rewards)
     with torch.no_grad():
-        now = run.policy.log_probs(rollout)
-        penalty = 0.7 * (now.logp - run.policy.log_probs(rollout, model=run.reference).logp)
+        now = run.engine.log_probs(rollout, None, {}, value_head=run.value_head)
+        penalty = 0.7 * (now.logp - run.engine.log_probs(rollout, None, {}, model=run.reference).logp)
     mask = rollout.completion_mask & ~rewards.view(-1, 1).isnan()
     expected = token_advantages(run.config.grpo, rewards.view(-1, 1), torch.where(mask, penalty, 0.0), now.values, mask)
     for found, wanted in zip((made.advantages, made.returns, made.old_values), (*expected, now.values)):

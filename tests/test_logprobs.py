@@ -3,8 +3,6 @@
 import copy
 from types import SimpleNamespace
 
-from dataclasses import replace
-
 import pytest
 import torch
 from conftest import ARCHITECTURES, PROMPTS, logits_alone, made_up_rollout, shared_log_probs
@@ -14,7 +12,7 @@ import logprobs
 from engine import chunked_head, make_engine, shared as shared_engine
 from config import GRPOConfig
 from engine.recomputation import recompute_activations
-from logprobs import Distribution, completion_lengths, in_chunks, micro_batches, restrict_logits
+from logprobs import completion_lengths, completion_log_probs, in_chunks, micro_batches, restrict_logits
 from engine.policy import make_reference
 from sample import sample_completions_for_prompts
 
@@ -39,7 +37,7 @@ def kept_by_hand(logits, temperature, top_k, top_p, min_p):
 def test_the_kept_support_is_that_of_a_sorted_list(temperature, top_k, top_p, min_p):
     logits = [0.3, -1.0, 2.0, 1.9, 0.0, -3.0, 1.0, 0.5]
     policy = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    restricted = restrict_logits(torch.tensor([logits]), Distribution(**policy))[0]
+    restricted = restrict_logits(torch.tensor([logits]), **policy)[0]
     assert restricted.isfinite().nonzero()[:, 0].tolist() == kept_by_hand(logits, **policy)
     kept = restricted.isfinite()
     torch.testing.assert_close(restricted[kept], torch.tensor(logits)[kept] / temperature)
@@ -47,7 +45,7 @@ def test_the_kept_support_is_that_of_a_sorted_list(temperature, top_k, top_p, mi
 
 def test_min_p_alone_however_the_probabilities_of_the_others_add_up():
     logits = torch.randn(300, 50, generator=torch.Generator().manual_seed(0))
-    kept = restrict_logits(logits, Distribution(temperature=1.0, top_k=0, top_p=1.0, min_p=0.1)).isfinite()
+    kept = restrict_logits(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.1).isfinite()
     probs = logits.double().softmax(dim=-1)
     assert kept.equal(probs >= 0.1 * probs.amax(dim=-1, keepdim=True))
 
@@ -61,12 +59,12 @@ def test_the_support_at_its_edges():
         (0, 0.95, [[1, 1, 1, 0], [1, 0, 1, 1]]),
         (3, 0.87, [[0, 1, 1, 0], [0, 0, 1, 1]]),
     ]:
-        restricted = restrict_logits(logits, Distribution(temperature=1.0, top_k=top_k, top_p=top_p))
+        restricted = restrict_logits(logits, temperature=1.0, top_k=top_k, top_p=top_p)
         assert restricted.isfinite().long().tolist() == kept, (top_k, top_p)
-    sampled = restrict_logits(logits[:1], Distribution(temperature=1.0, top_k=2, top_p=1.0), torch.tensor([3]))
+    sampled = restrict_logits(logits[:1], temperature=1.0, top_k=2, top_p=1.0, chosen=torch.tensor([3]))
     assert sampled.isfinite().tolist() == [[False, True, True, True]], "a sampled token always belongs to it"
-    assert restrict_logits(logits, Distribution(temperature=1.0, top_k=0, top_p=1.0)) is logits
-    assert restrict_logits(logits.bfloat16(), Distribution(temperature=0.5, top_k=0, top_p=1.0)).equal(2 * logits)
+    assert restrict_logits(logits, temperature=1.0, top_k=0, top_p=1.0) is logits
+    assert restrict_logits(logits.bfloat16(), temperature=0.5, top_k=0, top_p=1.0).equal(2 * logits)
 
 
 @pytest.mark.parametrize("options, scale", [(dict(logit_scale=0.5), 0.5), (dict(logits_scaling=4.0), 0.25)])
@@ -140,10 +138,6 @@ def test_tokens_that_are_not_kept_have_no_gradient_however_large_that_of_the_res
     torch.testing.assert_close(*gradients)
 
 
-def completion_log_probs(model, rollout, rows=None, *, reference=None, **policy):
-    return logprobs.completion_log_probs(model, replace(rollout, distribution=Distribution(**policy)), rows, reference=reference)
-
-
 def dense_log_probs(model, rollout, row, temperature):
     logits, ids = logits_alone(model, rollout, row)
     log_probs = (logits / temperature).log_softmax(-1)
@@ -154,14 +148,10 @@ def dense_log_probs(model, rollout, row, temperature):
 def test_sampler_and_trainer_agree_and_the_trainer_with_the_models_own_logits(architecture, tokenizer, settings, name):
     _, model = architecture
     engine = make_engine(name, model, tokenizer)
-    rollout = engine.sample(PROMPTS, settings, 0)
+    rollout = engine.sample(PROMPTS, settings, seed=0)
     with torch.no_grad():
-<<<<<<< HEAD
         torch.testing.assert_close(engine.log_probs(rollout, None, settings.distribution).logp, rollout.sampling_logp, atol=1e-4, rtol=0)
         ours = engine.log_probs(rollout, None, dict(temperature=0.7))
-=======
-        ours = engine.log_probs(replace(rollout, distribution=Distribution(0.7)))
->>>>>>> proto
         for row, mask in enumerate(rollout.completion_mask):
             logp, entropy = dense_log_probs(model, rollout, row, 0.7)
             torch.testing.assert_close(ours.logp[row, mask], logp, atol=2e-5, rtol=1e-5)
@@ -170,11 +160,11 @@ def test_sampler_and_trainer_agree_and_the_trainer_with_the_models_own_logits(ar
 
 
 def test_the_shared_engine_forwards_prompts_once_and_the_head_nothing_but_completions(shared, settings, monkeypatch):
-    rollout = shared.sample(PROMPTS, settings, 0)
+    rollout = shared.sample(PROMPTS, settings, seed=0)
     heads, passes, apply, forward = [], [], chunked_head.HeadLogProbs.apply, shared_engine.forward_packed
     monkeypatch.setattr(shared_engine, "HeadLogProbs", SimpleNamespace(apply=lambda *args: heads.append(len(args[0])) or apply(*args)))
     monkeypatch.setattr(shared_engine, "forward_packed", lambda model, ids, *rest: passes.append(ids.numel()) or forward(model, ids, *rest))
-    shared.log_probs(rollout)
+    shared.log_probs(rollout, None, {})
     assert heads == [rollout.completion_mask.sum()] and passes == [rollout.prompt_mask.sum() + rollout.completion_mask.sum()]
 
 
@@ -194,33 +184,13 @@ def test_the_gradient_of_many_siblings_is_the_same_each_time_bit_for_bit(model, 
     torch.set_num_threads(2)
     try:
         config = GRPOConfig(num_completions_per_prompt=1200, generation_max_length=1)
-        rollout = sample_completions_for_prompts(model, tokenizer, PROMPTS[:1], config, 0)
+        rollout = sample_completions_for_prompts(model, tokenizer, PROMPTS[:1], config, seed=0)
         first, *others = (gradient(model, rollout) for _ in range(20))
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(first, other) for other in others)
 
 
-<<<<<<< HEAD
-=======
-def test_the_borders_between_chunks_of_the_head_change_nothing(model, tokenizer, monkeypatch):
-    config = GRPOConfig(generation_max_length=40, num_completions_per_prompt=20)
-    rollout = sample_completions_for_prompts(model, tokenizer, PROMPTS[:2], config, 0)
-    monkeypatch.setattr(logprobs, "LOGITS_AT_ONCE", {"cpu": 1})
-    monkeypatch.setattr(logprobs, "MIN_TOKENS_AT_ONCE", 100)
-    assert rollout.completion_mask.sum() > 500, "several chunks"
-    sizes, head = [], logprobs.head_log_probs
-    monkeypatch.setattr(logprobs, "head_log_probs", lambda *args: sizes.append(len(args[4])) or head(*args))
-    with torch.no_grad():
-        both = shared_log_probs(model, rollout).logp, completion_log_probs(model, rollout).logp
-        assert set(sizes[:-1]) == {100} and sum(sizes) == rollout.completion_mask.sum()
-        for row, mask in enumerate(rollout.completion_mask):
-            logp, _ = dense_log_probs(model, rollout, row, 1.0)
-            for ours in both:
-                torch.testing.assert_close(ours[row, mask], logp, atol=2e-5, rtol=1e-5)
-
-
->>>>>>> proto
 def test_recomputation_runs_a_layer_once_forward_and_once_again_backward(architecture):
     _, model = architecture
     calls = []
@@ -241,7 +211,7 @@ def test_the_exact_kl_and_its_gradient_are_those_of_the_whole_vocabulary(model, 
     reference = make_reference(model)
     with torch.no_grad():
         reference.get_output_embeddings().weight.mul_(1.5)
-    rollout = sample_completions_for_prompts(model, tokenizer, PROMPTS, settings, 0)
+    rollout = sample_completions_for_prompts(model, tokenizer, PROMPTS, settings, seed=0)
     ours = log_probs(model, rollout, **policy, reference=reference)
     ours.kl.sum().backward()
     gradients = torch.cat([p.grad.flatten() for p in model.parameters()])
@@ -250,7 +220,7 @@ def test_the_exact_kl_and_its_gradient_are_those_of_the_whole_vocabulary(model, 
         logits, ids = logits_alone(model, rollout, row)
         with torch.no_grad():
             other = logits_alone(reference, rollout, row)[0] / policy["temperature"]
-        kept = restrict_logits(logits, Distribution(**policy), ids).isfinite()
+        kept = restrict_logits(logits, **policy, chosen=ids).isfinite()
         for t in range(len(logits)):
             p = (logits[t] / policy["temperature"])[kept[t]].log_softmax(0)
             kl = (p.exp() * (p - other[t][kept[t]].log_softmax(0))).sum()

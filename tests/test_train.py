@@ -9,14 +9,9 @@ from types import ModuleType
 import pytest
 import torch
 
+from experience import Experience
 import runs.run
 import train
-<<<<<<< HEAD
-=======
-from engine.plain import Engine
-from analysis import replay
-from config import GRPOConfig
->>>>>>> proto
 from conftest import length_reward, run_folder, start_run
 from runs.folder import read_jsonl
 
@@ -43,15 +38,9 @@ def test_several_updates_per_rollout_count_as_so_many_steps_and_end_on_time(tmp_
 def test_a_wrong_sampler_ends_the_run_in_the_first_update_that_forwards_a_row(tmp_path, monkeypatch, capsys, flags):
     """Log-probabilities are shifted from the second rollout on; with {tied} from the first, of which all groups are tied."""
     (tmp_path / "tied.py").write_text(
-<<<<<<< HEAD
         "calls = []\ndef tied(completions, prompts, **columns):\n    calls.append(1)\n"
         "    return [float(len(calls) > 1 and p == prompts[0] and len(c)) for c, p in zip(completions, prompts)]\n")
     real, rollouts = runs.run.sample_completions, []
-=======
-        "calls = []\ndef tied(completions, prompts, **columns):\n    calls.append(1)\n"          # call 1: the start-up check
-        "    return [float(len(calls) > 2 and p == prompts[0] and len(c)) for c, p in zip(completions, prompts)]\n")
-    real, rollouts = train.sample_completions, []
->>>>>>> proto
 
     def sampler(*args, **options):
         rollout = real(*args, **options)
@@ -60,7 +49,7 @@ def test_a_wrong_sampler_ends_the_run_in_the_first_update_that_forwards_a_row(tm
             rollout.sampling_logp -= 0.05 * rollout.completion_mask
         return rollout
 
-    monkeypatch.setattr(train, "sample_completions", sampler)
+    monkeypatch.setattr(runs.run, "sample_completions", sampler)
     flags = flags.format(tied=f"{tmp_path}/tied.py:tied").split() or ["--reward_functions", length_reward(tmp_path)]
     if "--reward_functions" not in flags:
         flags += ["--reward_functions", length_reward(tmp_path)]
@@ -87,38 +76,12 @@ def test_the_hard_assertions_hold_under_python_O(tmp_path, monkeypatch):
             optimized.grpo_training_step(run, next(run.batches))
 
 
-<<<<<<< HEAD
 def test_a_supervised_step_that_is_not_finite_is_skipped_and_its_batch_is_saved(tmp_path, monkeypatch):
     real = train.optimizer_step
     monkeypatch.setattr(train, "optimizer_step", lambda run, loss: real(run, float("nan") if run.progress.step == 1 else loss))
     folder = run_folder(tmp_path / "out", "--max_steps", "2", "--eval_limit", "0")
     assert [line["skipped"] for line in read_jsonl(folder / "metrics.jsonl")] == [0, 1]
     assert {(record["step"], record["phase"]) for record in read_jsonl(folder / "skipped.jsonl")} == {(2, "supervised")}
-=======
-def test_a_supervised_step_that_is_not_finite_can_be_replayed_too(tmp_path, monkeypatch, capsys):
-    real = Engine.clip_gradient
-
-    def not_finite(policy):
-        return float("nan") if policy.num_steps == 2 else real(policy)
-
-    monkeypatch.setattr(Engine, "clip_gradient", not_finite)
-    folder = run_folder(tmp_path / "out", "--max_steps", "2", "--eval_limit", "0", "--save_steps", "1")
-    first, second = read_jsonl(folder / "metrics.jsonl")
-    assert (first["skipped"], second["skipped"]) == (0, 1)
-    capsys.readouterr()
-    replay.main([str(folder / "skipped.jsonl")])
-    (replayed,) = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert replayed["phase"] == "supervised" and replayed["total_loss"] == pytest.approx(second["loss"], rel=1e-5)
-    assert replayed["grad_norm"] > 0 and second["grad_norm"] is None
-
-
-def test_supervised_mode_has_its_own_metrics(tmp_path):
-    folder = run_folder(tmp_path / "out", "--max_steps", "3", "--eval_limit", "0")
-    lines = read_jsonl(folder / "metrics.jsonl")
-    assert [m["phase"] for m in lines] == ["supervised"] * 3
-    assert lines[0]["loss"] > lines[-1]["loss"] > 0 and "mean_reward" not in lines[0]
-    assert not (folder / "rollouts.jsonl").read_text()
->>>>>>> proto
 
 
 # ---- one step ------------------------------------------------------------------------------------------------------
@@ -127,7 +90,7 @@ def test_supervised_mode_has_its_own_metrics(tmp_path):
 def gradient_of(run, step, examples, monkeypatch):
     """What a step would have handed to the optimiser."""
     run.model.zero_grad()
-    monkeypatch.setattr(run.policy, "optimizer_step", lambda: {"grad_norm": 0.0, "skipped": 0})
+    monkeypatch.setattr(train, "optimizer_step", lambda run, loss: {"grad_norm": 0.0, "skipped": 0})
     step(run, examples)
     return torch.cat([p.grad.flatten() for p in run.model.parameters()])
 
@@ -143,17 +106,16 @@ def test_leaving_out_groups_without_signal_changes_nothing(tmp_path, monkeypatch
     run.config = replace(run.config, grpo=replace(run.config.grpo, reward_functions=["half"]))
     examples = next(run.batches)
     seen = []
-    real = run.policy.forward
+    real = run.engine.log_probs
 
-    def spy(rollout, rows, **options):
+    def spy(rollout, rows, policy, **options):
         seen.extend(rows.tolist())
-        return real(rollout, rows, **options)
+        return real(rollout, rows, policy, **options)
 
-    monkeypatch.setattr(run.policy, "forward", spy)
+    monkeypatch.setattr(run.engine, "log_probs", spy)
     without = gradient_of(run, train.grpo_training_step, examples, monkeypatch)
     assert sorted(seen) == [4, 5, 6, 7, 12, 13, 14, 15]
-    monkeypatch.setattr(GRPOConfig, "policy_loss_alone", False)
-    run.progress.step -= 1                                # the same completions
+    monkeypatch.setattr(Experience, "has_gradient", lambda self, rows, config: torch.ones(len(rows), dtype=torch.bool))
     with_all = gradient_of(run, train.grpo_training_step, examples, monkeypatch)
     assert len(seen) == 24 and (without - with_all).norm() / with_all.norm() < 1e-5
 
@@ -224,55 +186,12 @@ def test_tied_groups_alone_have_no_gradient_to_scale_in_float16(tmp_path):
 @pytest.mark.slow
 def test_gradients_beyond_float16_lower_the_scale_and_are_not_held_against_the_run(tmp_path):
     run = start_run(tmp_path, "--precision", "float16")
-    run.policy.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40, backoff_factor=2.0**-8)
+    run.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40, backoff_factor=2.0**-8)
     before = {name: p.clone() for name, p in run.model.named_parameters()}
     metrics, _ = train.supervised_training_step(run, next(run.batches))
     assert not math.isfinite(metrics["grad_norm"]) and math.isfinite(metrics["loss"])
-    assert (run.progress.skipped, run.progress.skipped_in_a_row) == (1, 0) and run.policy.scaler.get_scale() == 2.0**32
+    assert (run.progress.skipped, run.progress.skipped_in_a_row) == (1, 0) and run.scaler.get_scale() == 2.0**32
     assert all(torch.equal(p, before[name]) for name, p in run.model.named_parameters())
     while run.progress.skipped == run.progress.phase_step - 1:
         train.supervised_training_step(run, next(run.batches))
-<<<<<<< HEAD
     assert run.scaler.get_scale() >= 1 and not all(torch.equal(p, before[name]) for name, p in run.model.named_parameters())
-=======
-    assert run.policy.scaler.get_scale() >= 1 and not all(torch.equal(p, before[name]) for name, p in run.model.named_parameters())
-
-
-ATTACKED = """
-import itertools, json, os, time
-from pathlib import Path
-from types import ModuleType
-from reward_functions import programs
-from reward_functions.sandbox import run_python
-programs.SECONDS_PER_TEST, programs.SECONDS_PER_PROGRAM = 0.3, 0.6
-ATTACKS = itertools.cycle(json.loads(Path(__file__).with_name("attacks.json").read_text()))
-TESTS = ["assert square(3) == 9", "assert square(-4) == 16", "assert eval(square(3)) == 9"]
-
-def attacked(completions, **columns):
-    attacks = [next(ATTACKS) for _ in completions]
-    shown = [run_python(attack, timeout_s=0.3, memory_mb=128).stdout for attack in attacks]
-    assert not any("ESCAPED" in text for text in shown)
-    points = programs.passes_tests(attacks, [TESTS[:2]] * len(attacks))
-    assert set(points) == {0.0} and programs.passes_tests(attacks, [TESTS] * len(attacks)) == [None] * len(attacks)
-    return [len(completion) / 100 for completion in completions]
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
-@pytest.mark.filterwarnings("ignore:passes_tests")
-def test_a_run_goes_on_whatever_programs_its_rewards_meet(tmp_path):
-    folder, attacks = Path(__file__).parent / "reward_functions", []
-    preamble = (folder / "test_sandbox.py").read_text().partition('PREAMBLE = f"""')[2].partition('"""')[0]
-    preamble = preamble.replace('{SECRET[:3]}', "hunt").replace('{SECRET[3:]}', "er2") + f"\nVICTIM = HOME = {str(tmp_path)!r}\n"
-    for name, before in ("hostile_programs.txt", preamble), ("cheating_programs.txt", ""):
-        attacks += [before + part.split("\n", 1)[1] for part in (folder / name).read_text().split("\n== ")[1:]]
-    attacks = attacks[::5]                                # the tests of sandbox and programs meet all of them
-    (tmp_path / "attacks.json").write_text(json.dumps(attacks))
-    (tmp_path / "attacked.py").write_text(ATTACKED)
-    flags = "--use_grpo --cold_start_steps 0 --eval_limit 0 --max_steps 2 --batch_size 4 --num_completions_per_prompt 4"
-    run = run_folder(tmp_path / "out", *flags.split(), "--reward_functions", f"{tmp_path}/attacked.py:attacked")
-    steps = [m for m in read_jsonl(run / "metrics.jsonl") if m["phase"] == "grpo"]
-    assert len(attacks) > 30 and [m["step"] for m in steps] == [1, 2]
-    assert all(math.isfinite(m["mean_reward"]) for m in steps)
->>>>>>> proto

@@ -2,37 +2,18 @@
 
 import math
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
-from conftest import experience_of, logits_alone, with_engine, with_settings
+from conftest import experience_of, logits_alone, with_settings
 from torch.nn.functional import pad
 
 import train
-from engine.policy import follow_policy
-from experience import minibatches, sampled_kl
+from engine import make_engine
+from experience import minibatches
 from grpo import LOSSES, policy_loss
-<<<<<<< HEAD
-=======
-from logprobs import Distribution, LogProbs
->>>>>>> proto
 from sample import Rollout
-from train import sample_groups
-
-
-def accumulate_gradients(run, experience, rows):
-    config, loss_fn = run.config.grpo, partial(train.grpo_loss, run.config.grpo)
-    batch = experience.batch(
-        rows, config.aggregation, max_tokens=config.generation_max_length, skip_tied=config.policy_loss_alone)
-    return run.policy.forward_backward(batch, loss_fn)
-
-
-def take_step(run, losses):
-    update = losses | run.policy.optimizer_step()
-    run.progress.count(update)
-    follow_policy(run.reference, run.model, run.config.grpo, run.progress.phase_step, update)
-    return update
+from train import accumulate_gradients, sample_groups
 
 # Every term there is, so that none can depend on how a step is cut.
 TERMS = {
@@ -55,7 +36,7 @@ def off_policy(run, seed=0):
     rewards = torch.randn(len(rollout.prompt_ids), run.config.grpo.num_completions_per_prompt)
     rewards[1] = 0.7
     experience = experience_of(run, rollout, rewards)
-    if run.config.grpo.importance_cap:                    # then ratios are taken to the policy as it is
+    if experience.importance_weights is not None:         # then ratios are taken to the policy as it is
         experience.old_logp = experience.old_logp + torch.where(mask, noise, 0.0)
     return experience
 
@@ -63,11 +44,11 @@ def off_policy(run, seed=0):
 def gradient(run, experience, *parts):
     """All gradients in one vector, in float64, of accumulate_gradients called for each part, or for all rows at once."""
     run.model.zero_grad()
-    if run.policy.value_head is not None:
-        run.policy.value_head.zero_grad()
+    if run.value_head is not None:
+        run.value_head.zero_grad()
     for rows in parts or [torch.arange(len(experience.mask))]:
-        losses = accumulate_gradients(run, experience, rows)
-    parameters = [*run.model.parameters(), *(run.policy.value_head.parameters() if run.policy.value_head is not None else [])]
+        losses = accumulate_gradients(run, experience, rows, run.config.grpo)
+    parameters = [*run.model.parameters(), *(run.value_head.parameters() if run.value_head is not None else [])]
     return torch.cat([p.grad.flatten() for p in parameters]).double(), losses
 
 
@@ -87,11 +68,11 @@ def reordered(experience, groups):
     rollout = Rollout(
         old.prompt_ids[groups], old.prompt_mask[groups], move(old.completion_ids), move(old.completion_mask),
         move(old.sampling_logp), move(old.finished), [old.completions[row] for row in rows],
-        old.distribution,
     )
     tensors = {
         name: move(getattr(experience, name))
-        for name in ("mask", "advantages", "trainer_logp", "old_logp", "reference_logp", "old_values", "returns")
+        for name in ("mask", "advantages", "trainer_logp", "old_logp", "importance_weights", "reference_logp", "old_values", "returns",
+                     "group_tokens")
     }
     return replace(experience, rollout=rollout, **tensors)
 
@@ -112,6 +93,7 @@ def padded(experience, left, right):
         experience, rollout=rollout, mask=wider(experience.mask, False), advantages=wider(experience.advantages, 9.0),
         trainer_logp=wider(experience.trainer_logp, -3.0),
         old_logp=wider(experience.old_logp, math.nan), reference_logp=wider(experience.reference_logp, 2.0),
+        importance_weights=wider(experience.importance_weights, 7.0),
         old_values=wider(experience.old_values, 4.0), returns=wider(experience.returns, -4.0),
     )
 
@@ -129,7 +111,7 @@ def test_the_gradient_of_a_step_does_not_depend_on_how_it_is_cut_padded_or_order
     tolerance *= 5 if loss_type == "sequence_mask" else 1            # a product of ratios adds up their rounding
     run = with_settings(base, architecture, loss_type=loss_type, **TERMS[terms])
     experience = off_policy(run)
-    for module in run.model, run.reference, run.policy.value_head:
+    for module in run.model, run.reference, run.value_head:
         if module is not None:
             module.to(dtype)
     whole, losses = gradient(run, experience)
@@ -144,7 +126,7 @@ def test_the_gradient_of_a_step_does_not_depend_on_how_it_is_cut_padded_or_order
         same, _ = gradient(run, variant, *([] if rows is None else [rows]))
         assert differ(same, whole) < tolerance, f"{name}: {differ(same, whole)}"
     for budget, shared in (200, True), (61, True), (1, True), (150, False):
-        with_engine(run, "shared" if shared else "plain", budget)
+        run.engine = make_engine("shared" if shared else "plain", run.model, run.tokenizer, max_tokens=budget)
         cut, parts = gradient(run, experience)
         assert differ(cut, whole) < tolerance, f"{budget=} {shared=}: {differ(cut, whole)}"
         for metric, value in losses.items():
@@ -159,7 +141,7 @@ def test_what_describes_the_policy_is_a_mean_over_the_tokens_that_were_looked_at
     experience = off_policy(run)                          # the second group is tied, so it is left out
     _, losses = gradient(run, experience)
     with torch.no_grad():
-        now = run.policy.log_probs(experience.rollout)
+        now = run.engine.log_probs(experience.rollout, None, {})
     looked_at = experience.mask & (experience.advantages != 0)
     assert looked_at.sum() < experience.mask.sum()
     log_ratio = (now.logp - experience.old_logp)[looked_at]
@@ -170,28 +152,9 @@ def test_what_describes_the_policy_is_a_mean_over_the_tokens_that_were_looked_at
     too_far = torch.where(up, log_ratio.exp() > 1.2, log_ratio.exp() < 0.8)
     assert losses["clip_fraction"] == pytest.approx(float(too_far.float().mean()), rel=1e-4) and too_far.any()
     tied = experience_of(run, experience.rollout, torch.zeros(len(experience.mask) // 4, 4))
-    losses = accumulate_gradients(run, tied, torch.arange(len(tied.mask)))
-    assert losses == pytest.approx(dict.fromkeys(losses, math.nan) | {"total_loss": 0.0, "policy_loss": 0.0}, nan_ok=True)
-    assert losses.keys() == gradient(run, experience)[1].keys(), "the same names, also without rows"
-
-
-@pytest.mark.parametrize("loss_type", LOSSES)
-@pytest.mark.parametrize("terms", TERMS)
-def test_rows_of_tied_groups_may_be_skipped_where_the_config_says_so(base, terms, loss_type):
-    run = with_settings(base, loss_type=loss_type, **TERMS[terms])
-    experience, config = off_policy(run), run.config.grpo
-    gradients, forwarded = [], []
-    for skip_tied in False, True:
-        run.model.zero_grad()
-        batch = experience.batch(
-            torch.arange(16), config.aggregation, max_tokens=config.generation_max_length, skip_tied=skip_tied)
-        run.policy.forward_backward(batch, partial(train.grpo_loss, config))
-        gradients.append(torch.cat([p.grad.flatten() for p in run.model.parameters()]).double())
-        forwarded.append(len(batch.rows))
-    same = differ(gradients[1], gradients[0]) < 2e-6 * (5 if loss_type == "sequence_mask" else 1)
-    if run.policy.value_head is None:                     # with one no advantage is 0
-        assert forwarded == [16, 12] and same == config.policy_loss_alone
-    assert config.policy_loss_alone == (terms in ("loss alone", "with importance weights"))
+    names = "entropy", "clip_fraction", "ratio_deviation", "approx_kl"
+    losses = accumulate_gradients(run, tied, torch.arange(len(tied.mask)), run.config.grpo)
+    assert all(math.isnan(losses[name]) for name in names), "of no tokens"
 
 
 def one_token_rollout(run, prompt, tokens):
@@ -200,7 +163,7 @@ def one_token_rollout(run, prompt, tokens):
     ones = torch.ones_like(ids, dtype=torch.bool)
     prompt_ids = torch.tensor([run.tokenizer(prompt).input_ids])
     prompt_mask = torch.ones_like(prompt_ids, dtype=torch.bool)
-    return Rollout(prompt_ids, prompt_mask, ids, ones, torch.zeros(ids.shape), ones[:, 0], [""] * len(ids), Distribution())
+    return Rollout(prompt_ids, prompt_mask, ids, ones, torch.zeros(ids.shape), ones[:, 0], [""] * len(ids))
 
 
 @pytest.mark.parametrize("policy", [dict(top_k=50, top_p=0.9, temperature=0.8), dict(top_k=5, top_p=1.0, temperature=1.5),
@@ -225,18 +188,18 @@ def test_the_policy_gradient_is_the_enumerated_gradient_of_the_truncated_policy(
 
     rollout = one_token_rollout(run, prompt, kept)
     run.model.zero_grad()
-    new = run.policy.forward(replace(rollout, distribution=Distribution(**policy)), torch.arange(len(kept)))
+    new = run.engine.log_probs(rollout, None, policy)
     drawn = new.logp.detach().exp()
     assert float(drawn.sum()) == pytest.approx(1, abs=1e-5)
-    loss, _ = policy_loss(new.logp, new.logp.detach(), drawn * rewards[kept][:, None], rollout.completion_mask, rollout.completion_mask.float())
+    loss, _ = policy_loss(new.logp, new.logp.detach(), drawn * rewards[kept][:, None], rollout.completion_mask, num_tokens=1)
     loss.backward()
     ours = torch.cat([p.grad.flatten() for p in run.model.parameters()]).double()
     assert len(kept) > 1 and differ(ours, truth) < 1e-5
     if policy["top_k"] or policy["top_p"] < 1:            # and the distribution without the truncation has another one
         run.model.zero_grad()
-        full = run.policy.forward(replace(rollout, distribution=Distribution(policy["temperature"])), torch.arange(len(kept)))
+        full = run.engine.log_probs(rollout, None, {"temperature": policy["temperature"]})
         weighted = drawn * rewards[kept][:, None]
-        policy_loss(full.logp, full.logp.detach(), weighted, rollout.completion_mask, rollout.completion_mask.float())[0].backward()
+        policy_loss(full.logp, full.logp.detach(), weighted, rollout.completion_mask, num_tokens=1)[0].backward()
         assert differ(torch.cat([p.grad.flatten() for p in run.model.parameters()]).double(), truth) > 1e-3
 
 
@@ -290,41 +253,24 @@ def test_rows_that_are_not_trained_on_have_no_influence(base, terms, overlong):
     if "kl" in first.metrics:                             # of the reward: the loss has no second one
         assert "kl" not in losses
         assert first.metrics["kl"] == pytest.approx(second.metrics["kl"], rel=1e-4)
-    if "kl" in first.metrics and run.policy.value_head is None:  # centred over the others of the group alone
+    if "kl" in first.metrics and run.value_head is None:  # centred over the others of the group alone
         run.config = replace(run.config, grpo=replace(run.config.grpo, kl_penalty_coef=0.0))
-        penalty = (first.advantages - experience_of(run, rollout, points).advantages)[:, 0].view(4, 4)
+        penalty = (first.advantages - experience_of(run, rollout, points).advantages).view(4, 4)
         assert not penalty.masked_fill(~untrained.view(4, 4), 0.0).any() and penalty.abs().max() > 0.01
         torch.testing.assert_close(penalty.sum(dim=1), torch.zeros(4), atol=1e-4, rtol=0)
 
 
-<<<<<<< HEAD
-=======
-def test_a_kl_that_is_the_same_in_all_completions_leaves_a_tied_group_tied(base, monkeypatch):
-    run = with_settings(base, overlong="mask", **REWARD_KL)
-    rollout = sample_groups(run, next(run.batches)).rollout
-    rollout = replace(
-        rollout, finished=torch.arange(16) % 4 != 1, completion_mask=torch.ones_like(rollout.completion_mask),
-        sampling_logp=torch.full_like(rollout.sampling_logp, -1.0))
-    same = LogProbs(torch.full_like(rollout.sampling_logp, -1.4), torch.zeros_like(rollout.sampling_logp))
-    monkeypatch.setattr(run.policy, "log_probs", lambda *args, **options: same)
-    points = torch.full((4, 4), 0.7)
-    points[:, 3] = math.nan
-    assert not experience_of(run, rollout, points).advantages.any()
-
-
->>>>>>> proto
 @pytest.mark.parametrize("cap,same_arithmetic", [(2.0, True), (0.0, False)])
 def test_the_kl_is_that_of_the_policy_where_its_own_log_probabilities_were_computed(base, cap, same_arithmetic):
     """An engine that rounds differently: neither penalty nor the loss's KL term depends on its log-probabilities."""
     for kl_in in "reward", "loss":
         run = with_settings(base, use_kl_penalty=True, kl_penalty_coef=0.3, kl_in=kl_in, importance_cap=cap)
-        run.policy.same_arithmetic = same_arithmetic
+        run.engine.same_arithmetic = same_arithmetic
         rollout = sample_groups(run, next(run.batches)).rollout
         noise = torch.where(rollout.completion_mask, 0.5 * torch.randn(rollout.sampling_logp.shape), 0.0)
         exact, other = (experience_of(run, replace(rollout, sampling_logp=rollout.sampling_logp + n), torch.full((4, 4), 0.7))
                         for n in (0 * noise, noise))
-        if not cap:                                       # else the advantages have the weights of importance
-            torch.testing.assert_close(exact.advantages, other.advantages, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(exact.advantages, other.advantages, atol=1e-5, rtol=1e-5)
         kl = [made.metrics["kl"] if kl_in == "reward" else gradient(run, made)[1]["kl"] for made in (exact, other)]
         assert kl[0] == pytest.approx(kl[1], rel=1e-5) and kl[0] != 0
 
@@ -336,12 +282,12 @@ def test_the_ratio_of_ratio_k3_is_capped_by_importance_cap(base):
     ratio = (far - made.trainer_logp).exp().clamp(max=2.0)
     x = made.reference_logp - far
     assert (ratio[made.mask] == 2.0).any() and (ratio[made.mask] < 1).any()
-    kl = sampled_kl(far, made, run.config.grpo)
+    kl = made.sampled_kl(far, run.config.grpo)
     torch.testing.assert_close(kl[made.mask], (ratio * (x.exp() - x - 1))[made.mask], atol=1e-4, rtol=1e-4)
     gradients = []
     for cap in 0.0, 1.0:                                  # on policy, where rounding decides whether a ratio is above 1
         logp = (made.trainer_logp + torch.where(made.mask, 1e-6, 0.0)).requires_grad_()
-        kl = sampled_kl(logp, made, replace(run.config.grpo, importance_cap=cap))
+        kl = made.sampled_kl(logp, replace(run.config.grpo, importance_cap=cap))
         gradients.append(torch.autograd.grad(kl[made.mask].sum(), logp)[0])
     torch.testing.assert_close(*gradients, atol=1e-4, rtol=1e-4)
 
@@ -355,10 +301,11 @@ def test_a_rollout_of_which_nothing_can_be_trained_on_changes_nothing_and_stops_
     for which, points in (rollout, torch.full((4, 4), math.nan)), (unfinished, torch.randn(4, 4)):
         experience = experience_of(run, which, points)
         before = [p.clone() for p in run.model.parameters()]
-        for rows in minibatches(run.config.grpo, 16, seed=train.seed_of_step(run)):
-            losses = accumulate_gradients(run, experience, rows)
-            take_step(run, losses)
-            assert losses == pytest.approx(dict.fromkeys(losses, math.nan) | {"total_loss": 0.0, "policy_loss": 0.0}, nan_ok=True)
+        for rows in minibatches(run.config.grpo, 16, seed=run.minibatch_seed):
+            losses = accumulate_gradients(run, experience, rows, run.config.grpo)
+            train.optimizer_step(run, losses["total_loss"])
+            assert losses["total_loss"] == 0 and math.isnan(losses["entropy"])
+            assert math.isnan(losses.get("kl", math.nan)) and math.isnan(losses.get("value_loss", math.nan))
         assert all(torch.equal(a, b) for a, b in zip(before, run.model.parameters()))
 
 
@@ -369,8 +316,8 @@ def test_the_kl_term_is_the_estimate_averaged_as_the_loss_is_times_its_coefficie
     experience = off_policy(run)
     rollout, mask = experience.rollout, experience.mask
     with torch.no_grad():
-        logp = run.policy.forward(rollout, torch.arange(16), reference=run.reference)
-        x = run.policy.log_probs(rollout, model=run.reference).logp - logp.logp
+        logp = run.engine.log_probs(rollout, None, {}, reference=run.reference)
+        x = run.engine.log_probs(rollout, None, {}, model=run.reference).logp - logp.logp
         k3 = x.exp() - x - 1
         ratio = (logp.logp - rollout.sampling_logp).exp()
     kl = {"ratio_k3": ratio * k3, "k3": k3, "k2": x**2 / 2, "exact": logp.kl}[estimator] * mask
@@ -391,7 +338,7 @@ def test_values_are_learned_where_no_advantage_is_left_too(base):
     error = (experience.old_values - experience.returns)[experience.mask]
     assert losses["value_loss"] == pytest.approx(float(0.5 * error.square().mean()), rel=1e-4)
     with torch.no_grad():
-        run.policy.value_head.layers[-1].bias += 0.5             # further than the clip of 0.2
+        run.value_head.layers[-1].bias += 0.5             # further than the clip of 0.2
     _, losses = gradient(run, experience)
     far, near = (error + 0.5).square(), (error + 0.2).square()
     assert losses["value_loss"] == pytest.approx(float(0.5 * torch.maximum(far, near).mean()), rel=1e-3)
@@ -405,8 +352,8 @@ def test_the_reference_stays_follows_slowly_or_is_replaced(base, mode):
     expected = [p.clone() for p in run.reference.parameters()]
     rollout = sample_groups(run, next(run.batches)).rollout
     for step in 1, 2, 3:
-        losses = accumulate_gradients(run, experience_of(run, rollout, torch.randn(4, 4)), torch.arange(16))
-        take_step(run, losses)
+        losses = accumulate_gradients(run, experience_of(run, rollout, torch.randn(4, 4)), torch.arange(16), run.config.grpo)
+        train.optimizer_step(run, losses["total_loss"])
         policy = [p.detach().clone() for p in run.model.parameters()]
         if mode == "ema":
             expected = [0.75 * kept + 0.25 * new for kept, new in zip(expected, policy)]
@@ -422,13 +369,13 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(base):
     run.progress.skipped = run.progress.skipped_in_a_row = 0
     rollout = sample_groups(run, next(run.batches)).rollout
     experience = experience_of(run, rollout, torch.randn(4, 4))
-    for number, broken in enumerate(["gradient", "gradient", None], start=1):
+    for number, broken in enumerate(["gradient", "loss", None], start=1):
         before = [p.clone() for p in run.model.parameters()]
         step = run.progress.step
-        losses = accumulate_gradients(run, experience, torch.arange(16))
+        losses = accumulate_gradients(run, experience, torch.arange(16), run.config.grpo)
         if broken == "gradient":
             next(run.model.parameters()).grad[0, 0] = math.nan
-        norm = take_step(run, losses)["grad_norm"]
+        norm = train.optimizer_step(run, math.inf if broken == "loss" else losses["total_loss"])["grad_norm"]
         same = all(torch.equal(a, b) for a, b in zip(before, run.model.parameters()))
         assert same == (broken is not None) and math.isfinite(norm) == (broken != "gradient")
         skipped = run.progress.skipped, run.progress.skipped_in_a_row

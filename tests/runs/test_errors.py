@@ -23,8 +23,6 @@ from forked import Program, Ranks
 import analysis.evaluation
 import runs.run
 import train
-from engine.plain import Engine
-from engine.shared import Shared
 from engine.cache import PrefixCache
 from engine.errors import RunError
 from engine import ranks
@@ -106,17 +104,17 @@ def test_the_passes_before_an_update_are_repeated_as_well(tmp_path, monkeypatch,
     with ctrl_c_after(1):
         smaller = run_folder(tmp_path / "smaller", *flags)
     train.main(["--output_dir", str(smaller), "--resume", "--max_tokens_per_forward", "100"])
-    forward, failures = Shared.forward, []
+    compute, calls = train.compute_experience, []
 
-    def failing(policy, rollout, rows, *, model=None, reference=None):
-        if model is not None and policy.num_steps == 1 and not failures:
-            failures.append(1)
+    def failing(*args, **options):
+        calls.append(1)
+        if len(calls) == 2:
             raise OUT_OF_MEMORY[0]
-        return forward(policy, rollout, rows, model=model, reference=reference)
+        return compute(*args, **options)
 
-    monkeypatch.setattr(Shared, "forward", failing)
+    monkeypatch.setattr(train, "compute_experience", failing)
     failed = run_folder(tmp_path / "failed", *flags)
-    assert failures and saved_setting(failed, "training", "max_tokens_per_forward") == 100
+    assert len(calls) == 5 and saved_setting(failed, "training", "max_tokens_per_forward") == 100
     assert_same(smaller, failed)
 
 
@@ -138,7 +136,7 @@ def test_sampling_that_finds_no_memory_samples_fewer_at_once_and_the_same(tmp_pa
     """It fails when some tokens are drawn."""
     flags = [*flags, "--max_steps", "2", "--eval_limit", "8"]
     whole = run_folder(tmp_path / "whole", *flags)
-    module, forward, passes = train if where == "step" else analysis.evaluation, PrefixCache.forward, []
+    module, forward, passes = runs.run if where == "step" else analysis.evaluation, PrefixCache.forward, []
     real = module.sample_completions
 
     def failing_forward(*args):
@@ -178,62 +176,6 @@ def test_in_several_processes_memory_that_runs_out_on_one_ends_all_in_one_line(t
     assert saved_setting(tmp_path / "run", "training", "max_tokens_per_forward") == 200
 
 
-<<<<<<< HEAD
-=======
-# ---- the memory that is known before the first step ----------------------------------------------------------------
-
-
-def bytes_of_a_full_cache(run, monkeypatch):
-    """Sample a rollout of the longest prompt in which no completion ends, and count the tensors of the cache that is left."""
-    caches, stops = [], [10**6]
-    for module, name in (sample, "DynamicCache"), (engine.sampler, "PrefixCache"):
-        real = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *args, real=real, **options: caches.append(real(*args, **options)) or caches[-1])
-        monkeypatch.setattr(module, "stop_token_ids", lambda model, tokenizer: stops)
-    (longest,) = [e["prompt"] for e in run.train_set if len(run.tokenizer(e["prompt"]).input_ids) == run.longest_prompt][:1]
-    prompts = run.config.training.batch_size
-    if at_once := run.config.grpo.generation_batch_size:
-        prompts = at_once // 4
-    with run.policy.sampling():
-        rollout = run.policy.sample([longest] * prompts, run.config.grpo, 0)
-    assert rollout.completion_mask.all() and len(caches) == 1
-    tensors = [x for layer in caches[0].layers for value in vars(layer).values() for x in (value if isinstance(value, list) else [value])]
-    return sum(x.nbytes for x in tensors if isinstance(x, torch.Tensor) and x.ndim == 4)
-
-
-@pytest.mark.parametrize("architecture,flags", [
-    ("gemma3", "plain"), ("gpt2", "plain"), ("qwen3", "plain"), ("gemma3", "shared"), ("gpt2", "shared"), ("qwen3", "shared --generation_batch_size 9"),
-    ("gemma3", "plain --generation_batch_size 9"), ("qwen3", "plain --precision bfloat16 --lora_rank 4"),
-])
-def test_keys_and_values_of_a_full_rollout_are_those_of_a_cache(tmp_path, monkeypatch, tokenizer, architecture, flags):
-    torch.manual_seed(0)
-    save_any_policy(ARCHITECTURES[architecture](), tokenizer, tmp_path / "model")
-    run = start_run(tmp_path, "--use_grpo", "--model_path", str(tmp_path / "model"), "--engine", *flags.split())
-    assert cache_bytes(run) == bytes_of_a_full_cache(run, monkeypatch) > 0
-
-
-WHOLE = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64 + 2 * 32 + 2 * 8) + 2 * 263 * 32 + 32        # of qwen3: layers, two matrices, norm
-ADAPTERS = 2 * 4 * (2 * (32 + 32) + 2 * (32 + 16) + 3 * (32 + 64))                   # of rank 4
-HEAD = 2 * 32 + 32 * 32 + 32 + 32 + 1                  # a norm, two layers
-
-
-@pytest.mark.parametrize("flags,weights,trained,reference", [
-    ("", WHOLE, WHOLE, WHOLE), ("--lora_rank 4", WHOLE + ADAPTERS, ADAPTERS, 0), ("--use_value_head", WHOLE, WHOLE + HEAD, WHOLE),
-    ("--use_kl_penalty false", WHOLE, WHOLE, 0), ("--reference_offload", WHOLE, WHOLE, 0),
-])
-def test_the_line_before_the_first_step_says_what_weights_gradients_adamw_and_reference_take(
-    tmp_path, tokenizer, capsys, flags, weights, trained, reference
-):
-    save_any_policy(ARCHITECTURES["qwen3"](), tokenizer, tmp_path / "model")
-    run = start_run(tmp_path, "--use_grpo", "--use_kl_penalty", "true", "--model_path", str(tmp_path / "model"), *flags.split())
-    line = " ".join(capsys.readouterr().out.partition("memory in GB: ")[2].split())
-    found = {name: float(size) for name, size in re.findall(r"([a-zA-Z][a-zA-Z ]*) ([\d.e-]+)[,;]", line)}
-    expected = {"weights": 4 * weights, "gradients": 4 * trained, "AdamW": 8 * trained, "reference": 4 * reference,
-                "keys and values of a full rollout": cache_bytes(run)}
-    assert found == pytest.approx({name: size / 1e9 for name, size in expected.items() if size}, rel=5e-3)
-
-
->>>>>>> proto
 # ---- signals and exit codes ----------------------------------------------------------------------------------------
 
 
@@ -329,16 +271,16 @@ def test_what_is_no_fault_of_the_program_ends_it_with_one_line_and_its_exit_code
 
 @pytest.mark.slow
 def test_a_run_whose_gradients_are_not_finite_skips_saves_and_stops(tmp_path, monkeypatch, capsys):
-    real, calls = Engine.forward_backward, []
+    real, calls = train.accumulate_gradients, []
 
-    def broken(policy, *args):
-        losses = real(policy, *args)
+    def broken(*args):
+        run, losses = args[0], real(*args)
         calls.append(1)
         if len(calls) in (2, 4, 5, 6):
-            policy.model.get_output_embeddings().weight.grad.fill_(float("nan"))
+            run.model.get_output_embeddings().weight.grad.fill_(float("nan"))
         return losses
 
-    monkeypatch.setattr(Engine, "forward_backward", broken)
+    monkeypatch.setattr(train, "accumulate_gradients", broken)
     flags = (
         "--use_grpo --cold_start_steps 0 --max_steps 9 --eval_limit 0 --learning_rate 1e-3 "
         f"--reward_functions {length_reward(tmp_path)}"
@@ -352,10 +294,3 @@ def test_a_run_whose_gradients_are_not_finite_skips_saves_and_stops(tmp_path, mo
     assert [m["skipped"] for m in lines] == [0, 1, 0, 1, 1, 1] and lines[1]["grad_norm"] is None
     skipped = read_jsonl(tmp_path / "out/skipped.jsonl")
     assert {record["step"] for record in skipped} == {2, 4, 5, 6} and len(skipped) == 4 * 16
-<<<<<<< HEAD
-=======
-    monkeypatch.setattr(Engine, "forward_backward", real)
-    replay.main([str(tmp_path / "out/skipped.jsonl")])
-    replayed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [line["step"] for line in replayed] == [2, 4, 5, 6] and all(line["grad_norm"] > 0 for line in replayed)
->>>>>>> proto

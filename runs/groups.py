@@ -1,20 +1,46 @@
 """
-The groups of a step: calling the reward functions on them, and their metrics, which docs/metrics.md lists.
+The groups of a step or an evaluation: sampled and scored, and their metrics, which docs/metrics.md lists.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 
 from experience import Experience, Groups
 from logprobs import completion_lengths
+from policy import Policy
 from reward_functions.calling import wrap_reward_functions
 from rewards import compute_rewards_for_completions
-from sample import Rollout
+from sample import Rollout, concatenate
 
 SUCCESS = "correctness", "math_equality", "passes_tests", "countdown", "multiple_choice"     # right: 1
+
+
+def sample_and_score(
+    policy: Policy, examples: list[dict], seeds: Sequence[tuple], config, *, reward_functions: list[Callable],
+    weights: list[float], environment: Callable | None = None, num_completions: int | None = None,
+    trainer_state=None,
+) -> Groups:
+    """Sample and score a group for each example; each process does so for a slice of the examples.
+
+    seeds        as for Policy.sample;  config  a GRPOConfig
+    environment  replies to the policy; None: completions are single messages
+    """
+    def of_slice(examples: list[dict], seeds: Sequence[tuple]) -> Groups:
+        if environment is None:
+            prompts = [example["prompt"] for example in examples]
+            rollout = policy.sample(prompts, config, seeds, num_completions=num_completions)
+        else:
+            from environments.conversations import sample_with_environment  # here: with an environment alone
+
+            rollout = sample_with_environment(
+                policy, environment, examples, config, seeds, num_completions=num_completions)
+        groups = score(rollout, examples, reward_functions, weights, config, trainer_state)
+        return replace(groups, examples=[])               # may be large, and all processes have them
+
+    return replace(concatenate(policy.distribute(of_slice, examples, seeds)), examples=examples)
 
 
 def score(
@@ -38,6 +64,9 @@ def score(
     return Groups(
         examples, rollout, scores, per_function, rewards=scores, extra=reports.extra,
         reports=replace(reports, extra=[]))
+
+
+# ---- metrics -----------------------------------------------------------------------------------------------
 
 
 def mean_of(lines: list[dict], metric: str) -> float:

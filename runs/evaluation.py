@@ -1,0 +1,35 @@
+"""
+Evaluations of a run: on the held-out problems, always with the same seeds; the best policy is kept.
+"""
+
+import math
+
+from analysis.evaluation import evaluate
+from rewards import name_of
+from runs.checkpoint import write_policy
+from runs.console import held_out_text, shows_accuracy
+
+
+def evaluate_and_log(run) -> None:
+    """Evaluate the policy of a Run on its held-out problems, log the result, and write best/ if it is."""
+    progress, training = run.progress, run.config.training
+    result = evaluate(
+        run.policy, run.eval_set, run.config.grpo, seed=training.seed, **run.scoring | {"weights": None})
+    score = held_out_score(run, result)
+    if training.keep_best and score > progress.best_score:                       # of equal ones the first stays
+        write_policy(run.policy.model, run.policy.tokenizer, run.folder.path / "best")
+        progress.best_step, progress.best_score = progress.step, score
+    run.folder.log(progress.step, "eval", result)
+    progress.evaluated_at, progress.accuracy = progress.step, result.get("eval_accuracy", math.nan)
+    best = ", the best so far" if progress.best_step == progress.step else ""
+    run.console.print(f"held out at step {progress.step}: {held_out_text(result, run.config)}{best}")
+
+
+def held_out_score(run, result: dict) -> float:
+    """Return the accuracy, or where rewards are shown their weighted sum, NaN if there are none."""
+    if shows_accuracy(result, run.config.flags):
+        return result["eval_accuracy"]
+    means = [result[f"eval_reward/{name_of(function)}"] for function in run.reward_functions]
+    weighted = zip(means, run.config.grpo.weights, strict=False)                 # supervised: no rewards
+    known = [weight * mean for mean, weight in weighted if mean is not None]
+    return sum(known) if known else math.nan
