@@ -48,11 +48,14 @@ class Groups:
         rewards = combine_and_clip(config, self.scores, self.per_function)
         return self.tied | (compute_group_advantages(rewards) == 0).all(dim=1)
 
+    def select(self, kept: Tensor) -> "Groups":
+        """Return the groups where kept (P,) is True, with the reports of all calls."""
+        return replace(select(replace(self, reports=None), kept), reports=self.reports)
+
     def replace(self, which: Tensor, new: "Groups") -> "Groups":
         """Return the groups where which (P,) is False, and behind them new ones."""
-        kept = replace(select(replace(self, reports=None), ~which), reports=self.reports)
         count = self.replaced + len(new.rewards)
-        return replace(concatenate([replace(kept, replaced=0), new]), replaced=count)
+        return replace(concatenate([replace(self.select(~which), replaced=0), new]), replaced=count)
 
 
 def shape_rewards(config, groups: Groups) -> Tensor:

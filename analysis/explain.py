@@ -11,6 +11,7 @@ kept.
 """
 
 import sys
+from functools import partial
 
 from runs.command_line import parse_config  # first, see runs/__init__.py
 
@@ -23,11 +24,10 @@ from torch import Tensor
 import train
 from config import GRPOConfig
 from data import as_text
-from experience import Experience, Groups, log_probs_of_rollout
-from grpo import LOSSES, kl_penalty, token_loss
+from experience import Batch, Experience, Groups, compute_experience
+from grpo import kl_penalty, token_loss
 from runs.console import RunConsole, points_text
 from runs.errors import exit_on_errors
-from runs.groups import select
 from runs.folder import or_none
 from runs.run import Run
 from runs.setup import set_up
@@ -47,27 +47,29 @@ def main(argv: list[str]) -> None:
         raise ValueError("a step is explained in one process; start it without torchrun")
     train_until_grpo(run)
     config, console, groups = run.config.grpo, run.console, find_group(run)
-    rollout, rows = groups.rollout, torch.arange(groups.rewards.numel())
-    experience = train.experience_of(run, groups, train.group_advantages(run, groups))
+    rollout, policy, rows = groups.rollout, run.policy, torch.arange(groups.rewards.numel())
+    advantages = train.group_advantages(groups.rewards, config, run.progress.mean_reward)
+    experience = compute_experience(groups, advantages, config, policy, run.reference)
     show_completions(console, config, groups, experience)
-    old = log_probs_of_rollout(run.engine, run.ranks, rollout, config.distribution).logp             # (G, T)
+    old = policy.log_probs(rollout).logp                                         # (G, T)
     best_first = mean_advantages(experience).argsort(descending=True, stable=True).tolist()
     picked = [(row, t) for row in (best_first[0], best_first[-1]) for t in least_likely_tokens(rollout, row)]
     title = "3. Some tokens before the update: by sampler (old) and trainer (new)"
-    show_tokens(console, config, run.tokenizer, experience, old, picked, title)
+    show_tokens(console, config, policy.tokenizer, experience, old, picked, title)
 
-    losses = train.accumulate_gradients(run, experience, rows, config)
-    denominators = experience.denominators(rows, config.generation_max_length)
-    show_loss(console, config, losses, denominators)
-    rate, max_norm = run.scheduler.get_last_lr()[0], run.config.training.max_grad_norm
-    norm = train.optimizer_step(run, losses["total_loss"])["grad_norm"]
+    batch = experience.batch(rows, config.aggregation, max_tokens=config.generation_max_length)
+    reference = run.reference if config.exact_kl else None
+    losses = policy.forward_backward(batch, partial(train.grpo_loss, config), reference=reference)
+    show_loss(console, config, losses, batch)
+    rate, max_norm = policy.scheduler.get_last_lr()[0], run.config.training.max_grad_norm
+    norm = policy.optimizer_step(max_norm)["grad_norm"]
     console.print(
         f"5. The update: gradient norm {norm:.4g}, clipped to {max_norm:g} if larger; "
-        f"{type(run.optimizer).__name__}, learning rate {rate:.3g}")
+        f"{type(policy.optimizer).__name__}, learning rate {rate:.3g}")
 
-    new = log_probs_of_rollout(run.engine, run.ranks, rollout, config.distribution).logp
+    new = policy.log_probs(rollout).logp
     title = "6. The same tokens after it, as a second epoch on this rollout would see them"
-    show_tokens(console, config, run.tokenizer, experience, new, picked, title)
+    show_tokens(console, config, policy.tokenizer, experience, new, picked, title)
     mask = rollout.completion_mask
     before, after = ((logp * mask).sum(dim=1) for logp in (old, new))            # (G,) nats
     show(console, "7. log-probability of each completion", ["", "A", "before", "after", "change"], [
@@ -80,16 +82,15 @@ def train_until_grpo(run: Run) -> None:
     """Begin the GRPO phase, after at most COLD_STEPS steps of a supervised phase before it."""
     if run.has_taken_all_steps:
         raise ValueError("this run is finished; explain its policy with --model_path RUN/final")
-    phase = run.phase
-    run.begin_phase(phase)
-    if phase.name == "grpo":
+    run.begin_phase()
+    if run.phase.name == "grpo":
         return
-    steps = min(phase.steps, COLD_STEPS)
-    run.console.print(f"first {steps} supervised steps of {phase.name}, for some right answers")
+    steps = min(run.phase.steps, COLD_STEPS)
+    run.console.print(f"first {steps} supervised steps of {run.phase.name}, for some right answers")
     while run.progress.phase_step < steps:
         train.supervised_training_step(run, next(run.batches))
-    run.end_phase()
-    run.begin_phase(run.phase)
+    run.progress.phase, run.progress.phase_step = run.progress.phase + 1, 0
+    run.begin_phase()
 
 
 def mean_advantages(experience: Experience) -> Tensor:
@@ -106,7 +107,7 @@ def find_group(run: Run) -> Groups:
             size, first = len(groups.tied), int(groups.tied.int().argmin())
             tied = f"{int(groups.tied.sum())} of {size} groups of batch {number} are tied"
             run.console.print(f"{tied}; here is group {first}")
-            return select(groups, torch.arange(size) == first)
+            return groups.select(torch.arange(size) == first)
     raise ValueError(
         f"all groups of {BATCHES} batches are tied, nothing to learn: take another reward function, easier "
         "or harder problems, or the --model_path of a policy that is sometimes right")
@@ -181,19 +182,14 @@ def show_tokens(
     ])
 
 
-def show_loss(console: RunConsole, config: GRPOConfig, losses: dict, denominators: dict) -> None:
-    """Print the terms of the loss with their weights, and the denominators."""
-    weights = {
-        "policy_loss": 1.0, "kl": config.kl_coef, "entropy": -config.entropy_coef,
-        "value_loss": train.VALUE_COEF,
-    }
-    weights = {name: weight for name, weight in weights.items() if name in losses and weight}
-    lines = [[name, f"{losses[name]:+.6f}", f"{weight:+g}"] for name, weight in weights.items()]
-    lines.append(["total_loss", f"{losses['total_loss']:+.6f}", ""])
-    show(console, "4. The loss", ["term", "value", "weight"], lines)
-    sizes = ", ".join(f"{name} {n:g}" for name, n in denominators.items())
-    aggregation = LOSSES[config.loss_type].aggregation
-    console.print(f"   {config.loss_type}: {aggregation} of the tokens' losses, {sizes}")
+def show_loss(console: RunConsole, config: GRPOConfig, losses: dict, batch: Batch) -> None:
+    """Print the terms of the loss, their sum, and the weights of tokens."""
+    terms = [name for name in losses if name == "policy_loss" or name.endswith("_term")]
+    lines = [[name, f"{losses[name]:+.6f}"] for name in [*terms, "total_loss"]]
+    show(console, "4. The loss", ["term", "value"], lines)
+    of_tokens = batch.weights[batch.mask]
+    console.print(f"   {config.loss_type}: {config.aggregation} of the losses of {len(of_tokens)} tokens, weights "
+                  f"from {of_tokens.min():.3g} to {of_tokens.max():.3g}")
     console.print("   every ratio is still 1: the value of policy_loss says little, its gradient counts")
 
 

@@ -18,8 +18,7 @@ from transformers.utils import get_json_schema
 
 from engine.errors import exits_as_errors
 from environments.tools import answer_calls, await_result
-from reward_functions.calling import call_with_timeout
-from reward_functions.loading import accepted
+from reward_functions.calling import accepted, call_with_timeout
 
 NO_TOOLS = "reset", "get_reward", "close"                 # public methods that the model cannot call
 SECONDS_PER_CALL = 60.0         # without --reward_timeout

@@ -10,7 +10,8 @@ from types import MethodType
 from environments.games import guess_letter
 from environments.instances import refuse_class
 from environments.tools import calculate, python, with_tools
-from reward_functions.loading import accepted, as_name, columns_of, function_from_file, missing_columns
+from reward_functions.calling import accepted, columns_of, missing_columns
+from reward_functions.loading import as_name, function_from_file
 from reward_functions.sandbox import run_python
 
 BUILT_IN = {"calculator": with_tools(calculate), "python": with_tools(python), "guess_letter": guess_letter}

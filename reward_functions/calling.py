@@ -6,6 +6,7 @@ the points, and errors that name the function. wrap_reward_functions is what oth
 import asyncio
 import inspect
 import math
+import re
 import signal
 import threading
 import traceback
@@ -21,8 +22,16 @@ from types import SimpleNamespace
 import torch
 
 from engine.errors import RunError, exits_as_errors, in_one_line
-from reward_functions.loading import accepted, missing_columns
-from rewards import name_of, read_points, select_tokens, text_of
+from rewards import COLUMNS_NOT_PASSED, name_of, read_points, select_tokens, text_of
+
+# Arguments that are no columns, and columns that are not passed to functions.
+PROVIDED = ("prompts", "completions", "completion_ids", "prompt_ids", "sampling_logp", "trainer_state",
+            "environments", "log_extra", "log_metric")
+RESERVED = (*PROVIDED, *COLUMNS_NOT_PASSED)
+TOKEN_IDS = re.compile(r"(typing\.)?list\[(typing\.)?list\[int\]\]", re.IGNORECASE)      # an annotation
+ONLY_BY_NAME = ("sampling_logp", "prompt_ids")            # not passed as part of **columns
+ANSWER_NAMES = ("solution", "target", "ground_truth")     # further parameter names for the answer
+
 
 
 class NoResult(ValueError):
@@ -129,6 +138,42 @@ def start_scoring(function: Callable, arguments: dict, reports: Reports, config)
             return [math.nan] * len(completions)
 
     return points
+
+
+# ---- arguments and columns ---------------------------------------------------------------------------------
+
+
+def accepted(function: Callable, arguments: dict) -> dict:
+    """Return the arguments that a function has parameters for: if it accepts any, all but ONLY_BY_NAME.
+
+    The answer has the names of others too. A parameter `completions: list[list[int]]` gets token ids.
+    """
+    parameters = inspect.signature(function).parameters
+    accepts_any = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values())
+    if "completions" in parameters and TOKEN_IDS.fullmatch(str(parameters["completions"].annotation)):
+        arguments = arguments | {"completions": arguments.get("completion_ids")}
+    if "answer" in arguments:
+        aliases = [name for name in ANSWER_NAMES if name in parameters]
+        arguments = dict.fromkeys(aliases, arguments["answer"]) | arguments
+    passed = set(parameters) | (arguments.keys() - set(ONLY_BY_NAME) if accepts_any else set())
+    return {name: value for name, value in arguments.items() if name in passed}
+
+
+def columns_of(examples: list[dict]) -> set[str]:
+    """Return the names of the columns that functions may get: all of any example but the reserved ones."""
+    return {name for example in examples for name in example} - set(RESERVED)
+
+
+def missing_columns(function: Callable, columns: set[str]) -> list[str]:
+    """Return the required parameters of a function that no column of the data provides."""
+    provided = columns - set(RESERVED) | set(PROVIDED)
+    provided |= set(ANSWER_NAMES) if "answer" in columns else set()
+    required = [p for p in inspect.signature(function).parameters.values() if p.default is p.empty]
+    by_name = [p.name for p in required if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    return [name for name in by_name if name not in provided]
+
+
+# ---- calls -------------------------------------------------------------------------------------------------
 
 
 def start_coroutine(coroutine: Coroutine) -> Callable:

@@ -1,10 +1,9 @@
 """
-The built-in reward functions by name, functions in files, their signatures, and the columns that they need.
+The built-in reward functions by name, functions in files, and whether the data has the columns they need.
 """
 
 import importlib.util
 import inspect
-import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
@@ -13,17 +12,11 @@ from pathlib import Path
 import reward_functions
 from engine.errors import exits_as_errors, in_one_line
 from reward_functions import MAKERS, MODULE_OF
-from rewards import COLUMNS_NOT_PASSED, name_of, text_of
+from reward_functions.calling import PROVIDED, accepted, missing_columns
+from rewards import name_of, text_of
 from sources import GYM
 
 BUILT_IN = {name: getattr(reward_functions, name) for name in MODULE_OF if name not in MAKERS}
-# Arguments that are no columns, and columns that are not passed to functions.
-PROVIDED = ("prompts", "completions", "completion_ids", "prompt_ids", "sampling_logp", "trainer_state",
-            "environments", "log_extra", "log_metric")
-RESERVED = (*PROVIDED, *COLUMNS_NOT_PASSED)
-TOKEN_IDS = re.compile(r"(typing\.)?list\[(typing\.)?list\[int\]\]", re.IGNORECASE)      # an annotation
-ONLY_BY_NAME = ("sampling_logp", "prompt_ids")            # not passed as part of **columns
-ANSWER_NAMES = ("solution", "target", "ground_truth")     # further parameter names for the answer
 
 
 def load_reward_function(name: str | Callable) -> Callable:
@@ -89,36 +82,6 @@ def call_for_each(function: Callable, completions, ground_truth, **columns) -> l
     rows |= {"solution_str": list(map(text_of, completions)), "ground_truth": ground_truth}
     rows = accepted(function, {name: values for name, values in rows.items() if isinstance(values, list)})
     return [function(**dict(zip(rows, row, strict=True))) for row in zip(*rows.values(), strict=True)]
-
-
-def accepted(function: Callable, arguments: dict) -> dict:
-    """Return the arguments that a function has parameters for: if it accepts any, all but ONLY_BY_NAME.
-
-    The answer has the names of others too. A parameter `completions: list[list[int]]` gets token ids.
-    """
-    parameters = inspect.signature(function).parameters
-    accepts_any = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values())
-    if "completions" in parameters and TOKEN_IDS.fullmatch(str(parameters["completions"].annotation)):
-        arguments = arguments | {"completions": arguments.get("completion_ids")}
-    if "answer" in arguments:
-        aliases = [name for name in ANSWER_NAMES if name in parameters]
-        arguments = dict.fromkeys(aliases, arguments["answer"]) | arguments
-    passed = set(parameters) | (arguments.keys() - set(ONLY_BY_NAME) if accepts_any else set())
-    return {name: value for name, value in arguments.items() if name in passed}
-
-
-def columns_of(examples: list[dict]) -> set[str]:
-    """Return the names of the columns that functions may get: all of any example but the reserved ones."""
-    return {name for example in examples for name in example} - set(RESERVED)
-
-
-def missing_columns(function: Callable, columns: set[str]) -> list[str]:
-    """Return the required parameters of a function that no column of the data provides."""
-    provided = columns - set(RESERVED) | set(PROVIDED)
-    provided |= set(ANSWER_NAMES) if "answer" in columns else set()
-    required = [p for p in inspect.signature(function).parameters.values() if p.default is p.empty]
-    by_name = [p.name for p in required if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    return [name for name in by_name if name not in provided]
 
 
 def require_columns(functions: Iterable[Callable], examples: Sequence[dict], source: str) -> None:

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import torch
 
 from config import Config
+from data import Batches
 from engine.devices import num_processes, peak_memory_gb, seed_generators
 from engine.errors import RunError
 from engine.ranks import Ranks
@@ -27,7 +28,6 @@ from runs.errors import RAISED_BY_ALL, StopOnSignal
 from runs.evaluation import evaluate_and_log
 from runs.folder import RunFolder, completion_records
 from runs.phases import Phase, first_reference, is_due, train_in_phase
-from sources.batches import Batches
 
 MOST_SKIPPED = 3                # steps in a row without a finite loss or gradient that end a run
 

@@ -11,7 +11,6 @@ from config import Config
 from data import COLUMNS, as_messages, encode_prompt, without_special_tokens
 from environments.messages import encode_turns
 from sources import load_examples
-from sources.batches import prompt_key
 from sources.readers import SUFFIXES
 
 
@@ -122,3 +121,8 @@ def refuse_long_demonstrations(
                 f"--dataset={config.data.dataset}: example {number} and its completion have {length} tokens, "
                 f"and the model {positions} positions; leave it out, or shorten it"
             )
+
+
+def prompt_key(prompt) -> str:
+    """Return a key that ignores white space, case, and whether a prompt is text or a user message."""
+    return " ".join(" ".join(f"{m['role']} {m['content']}" for m in as_messages(prompt)).casefold().split())
