@@ -23,10 +23,9 @@ import train
 from config import GRPOConfig, ModelConfig
 from engine import make_engine
 from engine.adapters import trainable_parameters
-from sources.batches import Batches
 from experience import Groups, compute_experience
 from engine.policy import make_reference, load_any_policy, save_any_policy
-from logprobs import Distribution
+from data import Batches
 from model import ValueHead, byte_tokenizer
 from runs.command_line import parse_config
 from runs.folder import read_jsonl
@@ -293,7 +292,7 @@ def start_run(folder, *flags):
     config = parse_config([*QUICK, "--output_dir", str(folder / "unused"), "--eval_limit", "0", "--max_steps", "10", *flags])
     run = set_up(config)
     run.progress.phase = len(run.phases) - 1
-    run.begin_phase(run.phases[-1])
+    run.begin_phase()
     run.progress.phase_step = 1
     return run
 
@@ -302,7 +301,7 @@ def experience_of(run, rollout, rewards):
     """The Experience of a rollout with made-up rewards (P, G), computed as grpo_training_step does."""
     run.progress.add_rewards(rewards)
     groups = Groups([{"prompt": ""}] * len(rewards), rollout, rewards, {}, rewards)
-    return compute_experience(groups, train.group_advantages(groups, run.config.grpo, run.progress.mean_reward), run.config.grpo, run.policy, run.reference)
+    return compute_experience(groups, train.group_advantages(rewards, run.config.grpo, run.progress.mean_reward), run.config.grpo, run.policy, run.reference)
 
 
 def shared_log_probs(model, rollout, rows=None, *, reference=None, value_head=None, **policy):
@@ -310,7 +309,7 @@ def shared_log_probs(model, rollout, rows=None, *, reference=None, value_head=No
     engine = make_engine("shared", model, None)
     engine.value_head = value_head
     rows = torch.arange(len(rollout.completion_ids)) if rows is None else rows
-    return engine.forward(replace(rollout, distribution=Distribution(**policy)), rows, reference=reference)
+    return engine.forward(replace(rollout, distribution=policy or rollout.distribution), rows, reference and engine.like(reference))
 
 
 def with_engine(run, name, max_tokens):
@@ -334,7 +333,7 @@ def made_up_rollout(prompt_lengths, lengths, vocab_size=200):
     prompts = [torch.randint(3, vocab_size, (n,), generator=draws).tolist() for n in prompt_lengths]
     ids = torch.randint(3, vocab_size, (len(lengths), max(lengths)), generator=draws)
     mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
-    return Rollout(*left_pad(prompts, 0), ids, mask, torch.zeros(mask.shape), mask[:, 0], [""] * len(ids), Distribution())
+    return Rollout(*left_pad(prompts, 0), ids, mask, torch.zeros(mask.shape), mask[:, 0], [""] * len(ids))
 
 
 @pytest.fixture(scope="session")
@@ -351,14 +350,14 @@ def with_settings(base, architecture="gemma3", **grpo):
     run = replace(base, config=config, policy=engine, progress=replace(base.progress))
     run.batches = Batches(base.train_set, 4, 0)
     if run.config.grpo.kl_coef:                           # a reference that differs, or its gradient would vanish
-        run.reference = make_reference(run.model)
+        run.reference = engine.like(make_reference(engine.model))
         with torch.no_grad():
-            run.reference.get_output_embeddings().weight.mul_(1.5)
+            run.reference.model.get_output_embeddings().weight.mul_(1.5)
     value_head = None
     if run.config.grpo.use_value_head:
         value_head = ValueHead(32)
         torch.nn.init.normal_(value_head.layers[-1].weight)
-    parameters = [*run.model.parameters(), *(value_head.parameters() if value_head is not None else [])]
+    parameters = [*engine.model.parameters(), *(value_head.parameters() if value_head is not None else [])]
     optimizer = torch.optim.SGD(parameters, lr=1.0)
     run.policy.train_with(optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer), value_head=value_head)
     return run
