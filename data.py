@@ -1,14 +1,14 @@
 """
 Examples, and the token ids of their prompts and demonstrations.
 
-An example is a dict. "prompt" is always in it, the other two where known; reward functions get all columns.
+An example is a dict. "prompt" is always in it, the others where known; more columns go to reward functions.
 
     prompt      "47+85=?", or chat messages such as [{"role": "user", "content": "47+85=?"}]
     answer      "132", which rewards compare with
     completion  "<reasoning>...</reasoning><answer>132</answer>", a demonstration for supervised training, or
                 the messages of a conversation
 
-Wrong input is found by the functions of guards.py.
+Everything that only validates or corrects wrong input is in guards.py.
 
 Not supported: hubs, other files and tasks, and forms of published data sets, such as an answer after ####;
 sources.load_examples reads them. Conversations: environments/messages.py.
@@ -55,8 +55,8 @@ def encode_prompt(tokenizer, prompt: str | list) -> list[int]:
     prompt   text, chat messages, or token ids (returned unchanged)
     returns  token ids with one BOS token: the template's if there is a template, else the tokenizer's
 
-    Special tokens in the text of messages are removed; without a template, text is encoded as it is. Raises
-    ValueError for messages that the template rejects or leaves out.
+    The text of special tokens is removed from messages but the assistant's; without a template, a text keeps
+    it. Raises ValueError for messages that the template rejects or leaves out.
     """
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
         return prompt
