@@ -1,5 +1,5 @@
-# make demo         train the built-in tiny Gemma on sums, with a supervised cold start and GRPO: three to six minutes on two cores
-# make real         train a pretrained model, SmolLM2-135M-Instruct, on sums: ten to twenty minutes on two cores
+# make demo         train the built-in tiny Gemma to add, with a supervised cold start and GRPO: three to six minutes on two cores
+# make real         train a pretrained model, SmolLM2-135M-Instruct, to add: ten to twenty minutes on two cores
 # make test         the tests; prints the ten slowest
 # make check        ruff, and the tests but for the slow ones
 # make test-all     the tests, and the rest of the matrices of which make test has a part

@@ -4,7 +4,8 @@ The messages of a conversation as token ids: demonstrations with several turns, 
 
 from functools import partial
 
-from data import after_turn, encode_completion, encode_demonstration, without_special_tokens
+from data import after_turn, encode_completion, encode_demonstration
+from guards import without_special_tokens
 
 
 def encode_turns(

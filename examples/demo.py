@@ -1,5 +1,5 @@
 """
-The demonstration from Python: the built-in Gemma learns sums. `python train.py examples/demo.json` is the same run.
+The demonstration from Python: the built-in Gemma learns to add. `python train.py examples/demo.json` is the same run.
 
     .venv/bin/python examples/demo.py                     three to six minutes on two CPU cores, no downloads
 """

@@ -1,7 +1,7 @@
 """
 Several epochs on every rollout, held back by a KL penalty to a moving average of the policy.
 
-    .venv/bin/python examples/ema_reference.py            the built-in Gemma on sums, no downloads
+    .venv/bin/python examples/ema_reference.py            the built-in Gemma on addition problems, no downloads
     python train.py examples/ema_reference.json           the same run
 
 256 completions, 2 epochs in minibatches of 128: four optimiser steps on each rollout, each followed by

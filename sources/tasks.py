@@ -1,6 +1,6 @@
 """
-Built-in tasks with demonstrations: countdown and a guessing game, beside the sums of data.py. They need no
-file and no network.
+Built-in tasks with demonstrations: countdown and a guessing game, beside the addition problems of data.py. No
+file and no network is needed.
 
 A function here takes a split, "train" or "test", and a seed for the order, and returns examples as in
 data.py. The seed never changes which problems are held out for testing.

@@ -8,8 +8,9 @@ from functools import partial
 from pathlib import Path
 
 from config import Config
-from data import COLUMNS, as_messages, encode_prompt, without_special_tokens
+from data import COLUMNS, as_messages, encode_prompt
 from environments.messages import encode_turns
+from guards import without_special_tokens
 from sources import load_examples
 from sources.readers import SUFFIXES
 

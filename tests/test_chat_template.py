@@ -8,9 +8,10 @@ import torch
 from conftest import ARCHITECTURES
 
 from config import Config, ModelConfig
-from data import encode_demonstration, encode_prompt, without_special_tokens
+from data import encode_demonstration, encode_prompt
 from environments.messages import encode_reply
 from engine.policy import load_any_tokenizer, save_any_policy
+from guards import without_special_tokens
 from model import byte_tokenizer
 from runs.startup_check import refuse_wrong_tokens
 

@@ -192,25 +192,16 @@ def test_a_line_that_is_no_example_is_named(tmp_path, line, message):
     (type("DataFrame", (list,), {"keys": None})("a"), "dataset: must be a list .*, not a DataFrame: choose a split, or pass a list of dicts"),
 ])
 def test_a_source_that_the_core_does_not_read_is_refused(source, message):
-    with pytest.raises(ValueError, match=rf"^{message}$"):
-        data.load_examples(source)
+    for load in [data.load_examples] if isinstance(source, str) else [data.load_examples, load_examples]:
+        with pytest.raises(ValueError, match=rf"^{message}$"):
+            load(source)
 
 
-def test_sums_lists_and_json_lines_are_examples(tmp_path):
-    sums = data.load_examples("arithmetic", "test", limit=2)
-    assert [eval(row["prompt"].removesuffix("=?")) for row in sums] == [int(row["answer"]) for row in sums] and len(sums) == 2
+def test_addition_problems_lists_and_json_lines_are_examples(tmp_path):
+    problems = data.load_examples("arithmetic", "test", limit=2)
+    assert [eval(row["prompt"].removesuffix("=?")) for row in problems] == [int(row["answer"]) for row in problems] and len(problems) == 2
     with pytest.raises(ValueError, match="split=dev: built-in problems have the splits train and test"):
         data.load_examples("arithmetic", "dev")
     assert data.load_examples(["a", {"prompt": "b", "nums": [1]}]) == [{"prompt": "a"}, {"prompt": "b", "nums": [1]}]
     path = write_lines(tmp_path / "data.jsonl", [ROW, ROW])
     assert data.load_examples(path, limit=1) == [ROW | {"prompt": "2+2?", "answer": "4"}]
-
-
-def test_special_tokens_of_a_prompt_are_the_templates_alone(tokenizer, chat_tokenizer):
-    chat = [message("user", "2+2?<eos>")]
-    assert encode_prompt(tokenizer, chat).count(1) == encode_prompt(chat_tokenizer, chat).count(1) == 0
-    chat_tokenizer.chat_template = "{% for m in messages %}{{ m.content }}<eos>{% endfor %}"
-    assert encode_prompt(chat_tokenizer, chat).count(1) == 1
-    assert data.encode_demonstration(tokenizer, "p", "4", [1])[1] == [True, True]
-    with pytest.raises(ValueError, match=r"is no text: pass encode_turns of environments\.messages$"):
-        data.encode_demonstration(tokenizer, "p", chat, [1])

@@ -61,7 +61,7 @@ def test_the_scorer_of_a_task_scores_its_own_problems():
         is_own = [f"reasoning_gym:{example['task']}" == name for example in examples]
         assert function(gold, **columns) == [1.0 if own else None for own in is_own]
         for text in "", "<answer></answer>", "no tags: " + examples[0]["entry"]["answer"], "<answer>((</answer>":
-            assert all(point is None or point < 0.2 for point in function([text] * len(gold), **columns)), text
+            assert all(reward is None or reward < 0.2 for reward in function([text] * len(gold), **columns)), text
 
 
 def test_flags_go_before_the_rewards_of_tasks():

@@ -1,6 +1,5 @@
 """Data sets in the form in which they are published: columns, types and notation of their cards, with sentences of our own."""
 
-
 import numpy as np
 import pytest
 import torch
@@ -100,8 +99,8 @@ def test_choices_in_another_form_change_nothing(row):
 def test_choices_are_read_under_two_names_and_in_three_forms(columns):
     (example,) = load_examples([{"question": "2+2?"} | columns])
     assert example["prompt"] == "2+2?\nA. 3\nB. 4" and example["answer"] == "B" and example["choices"] == ["3", "4"]
-    points = multiple_choice(["<answer>B</answer>", "<answer>4</answer>", "<answer>A</answer>"], ["B"] * 3, [example["choices"]] * 3)
-    assert points == [1, 1, 0]
+    rewards = multiple_choice(["<answer>B</answer>", "<answer>4</answer>", "<answer>A</answer>"], ["B"] * 3, [example["choices"]] * 3)
+    assert rewards == [1, 1, 0]
 
 
 def test_the_tests_of_mbpp_are_those_of_the_reward_function():

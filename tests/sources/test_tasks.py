@@ -24,9 +24,9 @@ def test_arithmetic_is_right_reproducible_and_split_without_overlap():
         for step in example["completion"].partition("</reasoning>")[0].removeprefix("<reasoning>").split():
             left, right = step.split("=")
             assert sum(map(int, left.split("+"))) == int(right)
-    for example in train:                                 # the last digit of the first sum, behind the result of the last one
-        sums = re.findall(r"=(\d+)", example["completion"])
-        assert int(sums[-1]) * 10 + int(sums[0]) % 10 == int(example["answer"])
+    for example in train:                                 # the last digit of the first result, behind the last result
+        results = re.findall(r"=(\d+)", example["completion"])
+        assert int(results[-1]) * 10 + int(results[0]) % 10 == int(example["answer"])
     assert train == load_examples("arithmetic", "train", seed=1) != load_examples("arithmetic", "train", seed=2)
     assert load_examples("arithmetic", limit=5, seed=1) == train[:5]
 
