@@ -7,7 +7,7 @@ The data of a training step, in three classes:
 
 Forward passes here compute no gradient.
 Shapes: P prompts, G completions of each, B = P*G rows with the completions of a prompt adjacent, b rows of an
-update or a micro-batch, T completion tokens. Units: log-probabilities (logp) and KL in nats; rewards have none.
+update or a micro-batch, T completion tokens. Units: log-probabilities (logp) and KL in nats.
 """
 
 from collections.abc import Iterator
@@ -59,7 +59,7 @@ class Groups:
 
 
 def shape_rewards(config, groups: Groups) -> Tensor:
-    """Compute the rewards (P, G) that advantages are computed from: scores combined, clipped and penalised by length."""
+    """Compute the rewards (P, G): scores combined, clipped and penalised by length."""
     rewards = combine_and_clip(config, groups.scores, groups.per_function)
     if config.overlong != "penalise":
         return rewards
@@ -98,7 +98,8 @@ class Experience:
                             trainer_logp, and advantages are multiplied by
                             min(exp(trainer_logp - sampling_logp), cap)
 
-    With a cap this is truncated importance sampling: weights correct the sampler, ratios what updates changed.
+    With a cap this is truncated importance sampling: weights correct for the sampler, ratios for what updates
+    have changed.
     """
 
     examples: list[dict]                # P
@@ -113,7 +114,9 @@ class Experience:
     groups: Groups | None = None        # None: demonstrations
     metrics: dict = field(default_factory=dict)
 
-    def batch(self, rows: Tensor, aggregation: str = "token_mean", *, max_tokens: int | None = None) -> "Batch":
+    def batch(
+        self, rows: Tensor, aggregation: str = "token_mean", *, max_tokens: int | None = None
+    ) -> "Batch":
         """Return the batch of an update on rows (b,), with weights over all of them: see token_weights."""
         per_prompt = self.mask.view(len(self.rollout.prompt_ids), -1).sum(dim=1)                 # (P,)
         group_tokens = per_prompt.repeat_interleave(len(self.mask) // len(per_prompt))[:, None]  # (B, 1)
@@ -155,7 +158,7 @@ class Batch:
         return replace(self, rows=rows, **tensors)
 
     def rows_with_gradient(self, *, of_policy_loss_alone: bool) -> Tensor:
-        """Return the rows that have a gradient: with tokens to train on, and for the policy loss advantages."""
+        """Return the rows with tokens to train on; of the policy loss alone those with advantages."""
         trained = self.mask[self.rows]
         if of_policy_loss_alone:
             trained = trained & (self.advantages[self.rows] != 0)
@@ -194,14 +197,15 @@ def compute_experience(groups: Groups, advantages: Tensor, config, policy, refer
 
 def describe_advantages(experience: Experience) -> dict:
     """Return mean and standard deviation of the advantages, of tokens if these have their own."""
-    advantages = experience.advantages[experience.mask] if experience.by_token else experience.advantages[:, 0]
+    advantages, mask = experience.advantages, experience.mask
+    advantages = advantages[mask] if experience.by_token else advantages[:, 0]
     return {"mean_advantage": float(advantages.mean()), "std_advantage": float(advantages.std())}
 
 
 def add_trainer_logp(experience: Experience, policy) -> None:
     """Add log-probabilities and values by the trainer's forward pass, and compare with the sampler's.
 
-    The metric sampler_deviation is the mean of |ratio - 1| over all sampled tokens, ratio = trainer / sampler.
+    The metric sampler_deviation is the mean of |trainer / sampler - 1| over all sampled tokens.
     """
     before, rollout = policy.log_probs(experience.rollout), experience.rollout
     experience.trainer_logp, experience.old_values = before.logp, before.values

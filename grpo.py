@@ -1,10 +1,10 @@
 """
 The mathematics of GRPO: tensors in, tensors out. No model, no files, no devices. Each function but
-policy_loss, token_loss, value_loss and gspo works alone, copied below `import torch` and `from torch import Tensor`
-without the rest of this file; these need what they call.
+policy_loss, token_loss, value_loss and gspo works alone, copied below `import torch` and `from torch import
+Tensor` without the rest of this file; these need what they call.
 
 A step calls compute_group_advantages and policy_loss (by default clipped_loss of each token, times the weight
-of the token). A new loss is a function and an entry of LOSSES: flags and explanations are read from that table.
+of the token). A new loss is a function and an entry of LOSSES, from which flags and explanations are read.
 loss_type selects only the loss; set the paper's baseline, sampling and clip range separately.
 
 Departures from the GRPO paper (arXiv:2402.03300): groups of equal rewards have exactly zero advantage, the
@@ -226,7 +226,7 @@ class Loss:
     per_token: Callable
     aggregation: str                                      # see token_weights
     bounds: dict = field(default_factory=dict)            # option -> its least and its largest value
-    corrects_sampler: bool = False                        # its ratio is policy / sampler: no importance weights
+    corrects_sampler: bool = False                        # its ratio is policy / sampler already
 
 
 DUAL_CLIP, LIMITS = {"dual_clip": (1.0, torch.inf)}, {"alpha": (0.0, 1.0), "beta": (1.0, torch.inf)}
@@ -264,8 +264,8 @@ def token_loss(
     advantages = advantages[:, None] if advantages.ndim == 1 else advantages     # (B, 1)
     if len(advantages) != len(mask) or advantages.shape[1] not in (1, mask.shape[1]):
         raise ValueError(
-            f"advantages must be (B,), (B, 1) or (B, T) = {tuple(mask.shape)}, got {tuple(advantages.shape)}; "
-            "those of compute_group_advantages, (P, G): advantages.flatten()")
+            f"advantages must be (B,), (B, 1) or (B, T), got {tuple(advantages.shape)} for (B, T) = "
+            f"{tuple(mask.shape)}; flatten those of compute_group_advantages, (P, G)")
     # Mask before exp(): padding may hold -inf, and nan * 0 is nan, in the gradient as well.
     log_ratio = torch.where(mask, logp - old_logp, 0.0)                          # (B, T), 0 on policy
     loss, removed = LOSSES[loss_type].per_token(                                 # (B, T) each
@@ -300,8 +300,8 @@ def token_weights(
         constant        1 / (num_sequences * max_tokens)
 
     Weights are computed once, over all rows of an update, so the losses of micro-batches add up. length counts
-    the tokens of a row where mask is True, num_tokens those of all rows; num_sequences the rows with any. Of a
-    group with some of its rows elsewhere, num_prompts counts the share of its tokens that is here.
+    the tokens of a row where mask is True, num_tokens those of all rows, num_sequences the rows with any. Of
+    a group with some of its rows elsewhere, num_prompts counts the share of its tokens that is here.
 
     mask          (B, T) bool
     group_tokens  (B, 1) tokens of all completions of the row's prompt; None: the rows are one group

@@ -25,7 +25,7 @@ from config import GRPOConfig, ModelConfig, validate_functions
 from data import as_text, encode_prompt
 from engine import make_engine
 from engine.devices import best_device, keep_freed_memory, leave_busy_cores
-from engine.policy import check_context_length, load_any_policy, move
+from engine.models import check_context_length, load_any_policy, move
 from engine.precision import resolve_precision
 from engine.ranks import Ranks
 from environments.instances import tools_of

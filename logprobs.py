@@ -42,8 +42,8 @@ class LogProbs:
         return {name: x for name, x in vars(self).items() if x is not None}
 
     @classmethod
-    def empty(cls, length: int) -> "LogProbs":
-        """Return the results of no rows, (0, length)."""
+    def of_no_rows(cls, length: int) -> "LogProbs":
+        """Return the results of no rows, (0, length) each."""
         return cls(*(torch.zeros(0, length) for _ in fields(cls)))
 
 
@@ -131,7 +131,8 @@ def head_log_probs(
     if reference_hidden is None:
         return [logp, entropy]
     with torch.no_grad():
-        log_q = compute_logits(reference, reference_hidden).to(logits.dtype) / distribution.get("temperature", 1.0)
+        log_q = compute_logits(reference, reference_hidden).to(logits.dtype)
+        log_q = log_q / distribution.get("temperature", 1.0)
         log_q = log_q.masked_fill(logits == -torch.inf, -torch.inf).log_softmax(dim=-1)
     return [logp, entropy, (p * (finite_log_p - log_q.masked_fill(p == 0, 0.0))).sum(dim=-1)]
 

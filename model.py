@@ -2,7 +2,7 @@
 The policy: a causal language model that transformers knows or the built-in tiny Gemma, its reference, the
 value head, saving. One process, all weights in float32 and trained.
 
-Hubs, LoRA adapters, 16 bits and many processes are in engine/policy.py.
+Hubs, LoRA adapters, 16 bits and many processes are in engine/models.py.
 """
 
 import copy
@@ -47,7 +47,7 @@ def load_policy(config) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     The model is in evaluation mode and stays there: with dropout, ratios would not be 1 on the first step.
 
     config  a ModelConfig
-    raises  ValueError in one line for settings that need load_any_policy of engine/policy.py
+    raises  ValueError in one line for settings that need load_any_policy of engine/models.py
     """
     require_plain_settings(config)
     tokenizer = load_tokenizer(config)
@@ -59,7 +59,7 @@ def load_policy(config) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
 
 
 def require_plain_settings(config) -> None:
-    """Raise ValueError for settings that need engine/policy.py: not a folder of float32 weights."""
+    """Raise ValueError for settings that need engine/models.py: not a folder of float32 weights."""
     path = config.model_path
     refused = {
         "model_path": path and (not Path(path).is_dir() or (Path(path) / "adapter_config.json").exists()),
@@ -68,7 +68,7 @@ def require_plain_settings(config) -> None:
     if names := [name for name in refused if refused[name]]:
         raise ValueError(
             f"--{names[0]}={getattr(config, names[0])}: this loads folders of float32 weights; "
-            "load_any_policy of engine/policy.py knows hubs, LoRA and 16 bits")
+            "load_any_policy of engine/models.py knows hubs, LoRA and 16 bits")
 
 
 def load_weights(config, path: str, cls=AutoModelForCausalLM) -> tuple[PreTrainedModel, set[str]]:

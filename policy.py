@@ -10,10 +10,10 @@ This class is complete for one process in float32, and forwards each completion 
 subclasses in engine/ run on any device, in 16 bits, over many processes, share prompts, and sample with vLLM.
 A reference is a Policy without an optimiser.
 
-How an update is split into forward passes is the business of this file alone: each token has a weight that is
-computed over the whole update (grpo.token_weights), so losses and gradients of micro-batches add up.
+How the rows of an update are split into forward passes is the business of this file alone: each token has a
+weight that is computed over the whole update (grpo.token_weights), so losses and gradients of passes add up.
 
-Shapes: B completions of T tokens, b of them in an update or a micro-batch, N tokens, H hidden size.
+Shapes: B completions of T tokens, b of them in an update or a pass, N tokens, H hidden size.
 """
 
 import math
@@ -47,7 +47,7 @@ class Policy:
         """Set the objects of a training phase. value_head: a module, hidden states (N, H) -> values (N,)."""
         self.optimizer, self.scheduler, self.value_head = optimizer, scheduler, value_head
 
-    # ---- the four verbs ----------------------------------------------------------------------------------------
+    # ---- the four verbs ------------------------------------------------------------------------------------
 
     def sample(
         self, prompts: list, config, seeds: int | Sequence, *, num_completions: int | None = None,
@@ -60,43 +60,42 @@ class Policy:
 
     @torch.no_grad()
     def log_probs(self, rollout: Rollout, rows: Tensor | None = None, *, reference=None) -> LogProbs:
-        """Compute the log-probabilities of completions, on the CPU; with a value head their values, too.
+        """Compute the log-probabilities of completions, and with a value head their values.
 
         rows       (b,) indices of completions; None: all
-        reference  another Policy: for the exact KL(policy || reference) at each token
-        returns    LogProbs (b, T)
+        reference  another Policy, for the exact KL(policy || reference) at each token
+        returns    LogProbs (b, T), on the CPU
         """
         rows = torch.arange(len(rollout.completion_ids)) if rows is None else rows
-        position = torch.empty(len(rollout.completion_ids), dtype=torch.long)
-        position[rows] = torch.arange(len(rows))
         results: dict[str, Tensor] = {}
         for part, new in self.forward_passes(rollout, rows, reference):
             for name, x in new.computed().items():
-                results.setdefault(name, torch.zeros(len(rows), *x.shape[1:]))[position[part]] = x.float().cpu()
-        return LogProbs(**results)
+                results.setdefault(name, torch.zeros(rollout.completion_mask.shape))[part] = x.float().cpu()
+        return LogProbs(**{name: x[rows] for name, x in results.items()})
 
     def forward_backward(self, batch, loss_fn: Callable, *, reference=None) -> dict[str, float]:
         """Add the gradient of a loss over the rows of an update to that of the parameters.
 
         batch      a Batch of experience.py
         loss_fn    loss_fn(new, part) -> (terms, metrics). new: LogProbs (b, T) of some rows, with gradient;
-                   part: the Batch of these rows. terms: scalars by name, whose sum is the loss; those of all
-                   parts add up. metrics: tensors (b, T), averaged over tokens, and scalars, which add up
+                   part: the Batch of these rows. terms: scalars by name, of which the loss is the sum, over
+                   all parts. metrics: tensors (b, T), which are averaged over tokens, and scalars, which
+                   add up
         reference  another Policy, for new.kl
         returns    total_loss, the terms and the metrics. If nothing is forwarded: terms of 0, means of NaN
 
-        A row without advantage has no gradient if policy_loss is the only term; it is not forwarded.
+        If policy_loss is the only term, rows whose advantages are 0 have no gradient and are not forwarded.
         """
-        no_rows = batch.rows[:0]
-        terms, metrics = loss_fn(LogProbs.empty(batch.mask.shape[1]), batch.select(no_rows))
+        no_rows = batch.select(batch.rows[:0])
+        terms, metrics = loss_fn(LogProbs.of_no_rows(batch.mask.shape[1]), no_rows)
         rows = batch.rows_with_gradient(of_policy_loss_alone=terms.keys() == {"policy_loss"})
-        names = list({"total_loss": 0, **terms, **metrics})
-        sums = dict(zip(names, self.add_gradients(batch, rows, loss_fn, reference, len(names)), strict=True))
-        num_tokens = int(batch.mask[rows].sum())
+        names = list({"total_loss": 0.0, **terms, **metrics})
+        sums = self.add_gradients(batch, rows, loss_fn, reference) or [0.0] * len(names)
+        results, num_tokens = dict(zip(names, sums, strict=True)), int(batch.mask[rows].sum())
         for name in (name for name, x in metrics.items() if x.ndim):
-            sums[name] = sums[name] / num_tokens if num_tokens else math.nan
-        self.loss += sums["total_loss"]
-        return sums
+            results[name] = results[name] / num_tokens if num_tokens else math.nan
+        self.loss += results["total_loss"]
+        return results
 
     def optimizer_step(self, max_grad_norm: float = math.inf) -> dict:
         """Take a step with the gradient, scaled down to max_grad_norm if it is larger, and clear it.
@@ -112,10 +111,12 @@ class Policy:
         self.clear_gradient()
         return {"grad_norm": norm, "skipped": int(skipped)}
 
-    # ---- their parts, which engine/ overrides ------------------------------------------------------------------
+    # ---- their parts, which engine/ overrides --------------------------------------------------------------
 
-    def forward_passes(self, rollout: Rollout, rows: Tensor, reference=None) -> Iterator[tuple[Tensor, LogProbs]]:
-        """Forward rows in micro-batches. Yields the rows of each, and their LogProbs."""
+    def forward_passes(
+        self, rollout: Rollout, rows: Tensor, reference=None
+    ) -> Iterator[tuple[Tensor, LogProbs]]:
+        """Forward rows in micro-batches. Yield the rows of each, and their LogProbs."""
         for part in micro_batches(rollout, rows, self.max_tokens):
             yield part, self.forward(rollout, part, reference)
 
@@ -124,9 +125,9 @@ class Policy:
         return completion_log_probs(
             self.model, rollout, rows, reference=reference and reference.model, value_head=self.value_head)
 
-    def add_gradients(self, batch, rows: Tensor, loss_fn: Callable, reference, num_values: int) -> list[float]:
-        """Forward and backward rows. Returns the sums of the loss, and of the values that loss_fn returns."""
-        sums = [torch.zeros(num_values)]                  # of each pass
+    def add_gradients(self, batch, rows: Tensor, loss_fn: Callable, reference) -> list[float]:
+        """Forward and backward rows. Return the loss and the values that loss_fn returns, as sums."""
+        sums = []
         for part, new in self.forward_passes(batch.rollout, rows, reference):
             of_part = batch.select(part, new.logp.device)
             terms, metrics = loss_fn(new, of_part)
@@ -155,22 +156,7 @@ class Policy:
         self.optimizer.zero_grad(set_to_none)
         self.loss = 0.0
 
-    # ---- what else a step asks of a policy ---------------------------------------------------------------------
-
-    def distribute(self, work: Callable, *lists: list) -> list:
-        """Return [work(*lists)]; in several processes the results of all, each of its slice of the lists.
-
-        work may call sample, for which weights are gathered.
-        """
-        return [work(*lists)]
-
-    def like(self, model) -> "Policy":
-        """Return a policy of another model, that is computed in the same way: a reference."""
-        return type(self)(model, self.tokenizer, max_tokens=self.max_tokens)
-
-    def update_reference(self, reference: "Policy", alpha: float) -> None:
-        """Move a reference to alpha * reference + (1 - alpha) * policy."""
-        update_reference(reference.model, self.model, alpha)
+    # ---- what else a step asks of a policy -----------------------------------------------------------------
 
     def require_ratios_of_1(self, metrics: dict) -> None:
         """Raise RatioError if the trainer gives sampled tokens other probabilities than the sampler did.
@@ -184,3 +170,15 @@ class Policy:
                 f"first ratios must be 1, but differ from it by {deviation:.2g} on average (at most "
                 f"{self.ratio_tolerance:g}): the sampler gives tokens other probabilities than the trainer; "
                 "see docs/troubleshooting.md.")
+
+    def distribute(self, work: Callable, *lists: list) -> list:
+        """Return [work(*lists)]; in several processes the results of all, each of its slice of the lists."""
+        return [work(*lists)]
+
+    def like(self, model) -> "Policy":
+        """Return a policy of another model that is computed in the same way: a reference."""
+        return type(self)(model, self.tokenizer, max_tokens=self.max_tokens)
+
+    def update_reference(self, reference: "Policy", alpha: float) -> None:
+        """Move a reference to alpha * reference + (1 - alpha) * policy."""
+        update_reference(reference.model, self.model, alpha)

@@ -6,7 +6,7 @@ GRPO and supervised training of a language model.
     python train.py --help                                         every flag
 
 Reading order: grpo_training_step, what it calls, then training_loop, which takes the steps. policy.py has the
-policy's four verbs. examples/minimal.py is the same as one short program, with the settings of the command above.
+policy's four verbs. examples/minimal.py is the same in one short program, with the settings of that command.
 
 Shapes: P prompts, G completions of each, B = P*G rows, b rows of a micro-batch, T completion tokens.
 Units: log-probabilities (logp) and KL in nats; rewards have none.
@@ -94,7 +94,7 @@ def grpo_training_step(run: Run, examples: list[dict]) -> tuple[dict, Experience
             policy.require_ratios_of_1(losses | experience.metrics)
         updates.append(losses | policy.optimizer_step(run.config.training.max_grad_norm))
         progress.count(updates[-1])
-        update_reference(run, updates[-1])
+        follow_policy(run, updates[-1])
 
     return summarize_groups(groups, experience) | summarize_updates(updates) | seconds, experience
 
@@ -156,7 +156,7 @@ def group_advantages(rewards: torch.Tensor, config: GRPOConfig, global_mean: flo
     return advantages
 
 
-def update_reference(run: Run, update: dict) -> None:
+def follow_policy(run: Run, update: dict) -> None:
     """Move the reference, if there is one, towards the policy after an update, as --reference_mode says."""
     config, reference = run.config.grpo, run.reference
     if reference is None:

@@ -188,8 +188,9 @@ def show_loss(console: RunConsole, config: GRPOConfig, losses: dict, batch: Batc
     lines = [[name, f"{losses[name]:+.6f}"] for name in [*terms, "total_loss"]]
     show(console, "4. The loss", ["term", "value"], lines)
     of_tokens = batch.weights[batch.mask]
-    console.print(f"   {config.loss_type}: {config.aggregation} of the losses of {len(of_tokens)} tokens, weights "
-                  f"from {of_tokens.min():.3g} to {of_tokens.max():.3g}")
+    console.print(
+        f"   {config.loss_type}: {config.aggregation} of the losses of {len(of_tokens)} tokens, weights from "
+        f"{of_tokens.min():.3g} to {of_tokens.max():.3g}")
     console.print("   every ratio is still 1: the value of policy_loss says little, its gradient counts")
 
 

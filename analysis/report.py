@@ -22,7 +22,7 @@ from jinja2 import Environment, StrictUndefined
 from analysis.doctor import diagnose
 from config import DEFAULTS, ModelConfig
 from data import as_text
-from engine.policy import load_any_tokenizer
+from engine.models import load_any_tokenizer
 from runs.console import points_text, shows_accuracy, with_interval, with_limits
 from runs.folder import or_none, read_jsonl, read_records, replace_text
 from sources.settings import read_settings

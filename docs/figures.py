@@ -36,7 +36,7 @@ import train  # noqa: E402
 from config import GRPOConfig, ModelConfig  # noqa: E402
 from engine.packing import pack_groups  # noqa: E402
 from engine.prefix_attention import attends_to  # noqa: E402
-from engine.policy import load_any_policy  # noqa: E402
+from engine.models import load_any_policy  # noqa: E402
 
 matplotlib.rcParams |= {"svg.hashsalt": "plain-grpo", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
 TASK = (                        # flags of its GRPO phase

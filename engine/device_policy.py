@@ -17,7 +17,7 @@ from torch import Tensor
 from engine.devices import cut_graph, num_processes
 from engine.adapters import has_adapter, trainable_parameters
 from engine.errors import first_line, is_out_of_memory
-from engine.policy import moved_to
+from engine.models import moved_to
 from engine.precision import is_exact, precision_of
 from engine.ranks import Ranks
 from engine.sharding import forward_pass, gathered_weights, reshard, sum_and_clip_gradient
@@ -39,7 +39,7 @@ class DevicePolicy(Policy):
         self.ranks = Ranks(self.device)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=precision_of(model) == "float16")
         self.sampler = None                               # such as vLLM, see vllm_engine.py; None: the model
-        self.on_less_memory = print_halving               # called with a flag, its value, the half, and the error
+        self.on_less_memory = print_halving               # called with flag, value, half and error
 
     @property
     def same_arithmetic(self) -> bool:
@@ -87,10 +87,10 @@ class DevicePolicy(Policy):
             results = self.halving_max_tokens(rollout, log_probs)
         return LogProbs(**{name: self.ranks.sum(x) for name, x in results.computed().items()})
 
-    def add_gradients(self, batch, rows: Tensor, loss_fn: Callable, reference, num_values: int) -> list[float]:
+    def add_gradients(self, batch, rows: Tensor, loss_fn: Callable, reference) -> list[float]:
         """As Policy.add_gradients, over all processes."""
         def add_gradients(_) -> list[float]:
-            return super(DevicePolicy, self).add_gradients(batch, rows, loss_fn, reference, num_values)
+            return super(DevicePolicy, self).add_gradients(batch, rows, loss_fn, reference)
 
         sums = self.halving_max_tokens(batch.rollout, add_gradients)
         return self.ranks.sum(torch.tensor(sums, dtype=torch.float64)).tolist()
@@ -107,7 +107,9 @@ class DevicePolicy(Policy):
 
     # ---- their parts ---------------------------------------------------------------------------------------
 
-    def forward_passes(self, rollout: Rollout, rows: Tensor, reference=None) -> Iterator[tuple[Tensor, LogProbs]]:
+    def forward_passes(
+        self, rollout: Rollout, rows: Tensor, reference=None
+    ) -> Iterator[tuple[Tensor, LogProbs]]:
         """As Policy.forward_passes, those of this process. A pass of a sharded model needs all processes: one
         that has fewer forwards rows of another one's, and yields none of them.
         """
@@ -152,7 +154,7 @@ class DevicePolicy(Policy):
     # ---- memory --------------------------------------------------------------------------------------------
 
     def halving_max_tokens(self, rollout: Rollout, compute: Callable):
-        """Return compute(max_tokens), as halving, with max_tokens changed and the gradient cleared before a repeat."""
+        """Return compute(max_tokens), as halving. Before a repeat the gradient is cleared."""
         def compute_with(max_tokens: int):
             self.max_tokens = max_tokens
             return compute(max_tokens)
@@ -164,7 +166,9 @@ class DevicePolicy(Policy):
         longest = rollout.prompt_mask.sum(dim=1).max() + completion_lengths(rollout.completion_mask).max()
         return self.halving("max_tokens_per_forward", self.max_tokens, int(longest), compute_with, clear)
 
-    def halving(self, flag: str, value: int, least: int, compute: Callable, before_repeat: Callable | None = None):
+    def halving(
+        self, flag: str, value: int, least: int, compute: Callable, before_repeat: Callable | None = None
+    ):
         """Return compute(value). Whenever memory runs out, halve the value and compute again.
 
         Neither a completion nor a gradient depends on how many are computed at once, so results are the same
@@ -179,7 +183,7 @@ class DevicePolicy(Policy):
                 half = max(value // 2, min(value, least))
                 if not is_out_of_memory(error) or num_processes() > 1 or half == value:
                     raise
-                traceback.clear_frames(error.__traceback__)                      # frees the tensors of the pass
+                traceback.clear_frames(error.__traceback__)                      # frees the pass's tensors
                 self.on_less_memory(flag, value, half, first_line(error))
             value = half
             if before_repeat:
@@ -188,7 +192,7 @@ class DevicePolicy(Policy):
     # ---- what else a step asks of a policy -----------------------------------------------------------------
 
     def sampling(self):
-        """Return a context for calls of sample with the same weights. All processes enter it, with prompts or not."""
+        """Return a context for calls of sample with the same weights. All processes enter it."""
         return self.sampler.sampling() if self.sampler else gathered_weights(self.model)
 
     def distribute(self, work: Callable, *lists: list) -> list:
@@ -206,8 +210,10 @@ class DevicePolicy(Policy):
         """As Policy.update_reference; with an adapter the reference is one too."""
         reshard(self.model)
         reshard(reference.model)
-        adapter = torch.nn.ParameterList(trainable_parameters(self.model)) if has_adapter(self.model) else None
-        update_reference(reference.model, adapter or self.model, alpha)
+        trained = self.model
+        if has_adapter(trained):
+            trained = torch.nn.ParameterList(trainable_parameters(trained))
+        update_reference(reference.model, trained, alpha)
 
 
 def print_halving(flag: str, value: int, half: int, error: str) -> None:

@@ -203,7 +203,7 @@ def eager_device(device: torch.device) -> torch.device:
 
 
 def seed_generators(of: str | int) -> None:
-    """Seed the global random generators of Python, numpy and torch. (transformers.set_seed imports trainers.)"""
+    """Seed the global random generators of Python, numpy and torch, without transformers' trainers."""
     number = random.Random(of).getrandbits(32) if isinstance(of, str) else of
     for seed in random.seed, np.random.seed, torch.manual_seed:
         seed(number)

@@ -10,7 +10,7 @@ import torch
 
 from config import Config, ModelConfig
 from engine.adapters import AdapterReference, copy_into
-from engine.policy import load_any_policy, load_any_tokenizer, move
+from engine.models import load_any_policy, load_any_tokenizer, move
 from engine.sharding import shard, sharded_like
 
 

@@ -70,8 +70,8 @@ class Conversations:
 
         stops  stop token ids;  seeds  of `random` in reset, one for each example
         """
-        self.tokenizer, self.environment, self.examples, self.config = tokenizer, environment, examples, config
-        self.stops, self.seeds, self.group_size = stops, seeds, group_size
+        self.tokenizer, self.environment, self.examples = tokenizer, environment, examples
+        self.config, self.stops, self.seeds, self.group_size = config, stops, seeds, group_size
         self.prompts = [example["prompt"] for example in examples]
         self.instances: list = []                         # of a class, one for each conversation
         self.each: list[Conversation] = []
@@ -86,7 +86,8 @@ class Conversations:
         else:
             responds = responders(self.environment, rows)
         self.each = [
-            Conversation(self.tokenizer, self.prompts[row // self.group_size], respond, self.config, self.stops)
+            Conversation(
+                self.tokenizer, self.prompts[row // self.group_size], respond, self.config, self.stops)
             for row, respond in enumerate(responds)]
 
     def start_group(self, p: int):
@@ -106,10 +107,12 @@ class Conversations:
         """Return the rollout with messages as completions, and with the rewards of turns."""
         if any(rollout.finished[row] and not each.num_turns for row, each in enumerate(self.each)):
             raise RunError("the policy's sample does not call reply: an environment needs that.")
-        points, lengths = torch.zeros(rollout.completion_mask.shape), completion_lengths(rollout.completion_mask)
+        lengths = completion_lengths(rollout.completion_mask)
+        points = torch.zeros(rollout.completion_mask.shape)
         rows = zip(self.each, rollout.completion_ids.tolist(), lengths.tolist(), strict=True)
         for row, conversation in enumerate(self.each):
-            points[row, list(conversation.turn_points)] = torch.tensor(list(conversation.turn_points.values()))
+            turns = conversation.turn_points
+            points[row, list(turns)] = torch.tensor(list(turns.values()))
             points[row, lengths[row] - 1] += conversation.final_points()
         return replace(
             rollout, turn_points=points, environments=[each.environment for each in self.each],

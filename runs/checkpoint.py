@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 
 from engine.devices import all_gather_object, is_main, limit_threads, num_processes
 from engine.errors import RunError, first_line
-from engine.policy import full_state_dict, save_any_policy
+from engine.models import full_state_dict, save_any_policy
 from engine.sharding import full_tensor, sharded_like
 from runs.folder import flush
 

@@ -29,10 +29,9 @@ from filelock import FileLock, Timeout
 
 from config import Config
 from engine.devices import all_gather_object, is_main
-from engine.errors import RunError, first_line
+from engine.errors import RunError
 from logprobs import completion_lengths
 from runs.console import RunConsole
-from sources.settings import read_settings
 
 RECORDS = "metrics.jsonl", "rollouts.jsonl", "skipped.jsonl", "reward_errors.jsonl"
 
@@ -131,25 +130,6 @@ class RunFolder:
         lines = [json.dumps({"step": step, "phase": phase} | record, default=str) for record in records]
         with (self.path / name).open("a") as file:        # all of them, or none if one is no JSON
             file.writelines(line + "\n" for line in lines)
-
-    def write_report(self) -> None:
-        """Write curves.png and report.html. An error is one line: they do not decide how a run ends."""
-        from analysis.report import write_report  # here: what reads a run is no part of its steps
-
-        try:
-            if self.writes:
-                write_report(self.path)
-        except Exception as error:
-            self.console.print(f"  note   curves.png or report.html is not written: {first_line(error)}")
-
-    def print_summary(self) -> None:
-        """Print what was learned, the findings of the training doctor, and where the files are."""
-        from analysis.doctor import diagnose
-
-        if self.writes:                            # elsewhere the folder may be of another machine
-            path = self.path
-            lines, flags = read_jsonl(path / "metrics.jsonl"), read_settings(path / "config.json")
-            self.console.print_summary(path, lines, diagnose(lines, flags))
 
     def __enter__(self):
         return self

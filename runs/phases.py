@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from config import Config
 from engine.adapters import trainable_parameters
 from engine.errors import RunError
-from engine.policy import make_reference, move
+from engine.models import make_reference, move
 from model import ValueHead
 from policy import Policy
 

@@ -25,9 +25,9 @@ from runs.checkpoint import (
 )
 from runs.console import RunConsole
 from runs.errors import RAISED_BY_ALL, StopOnSignal
-from runs.evaluation import evaluate_and_log
 from runs.folder import RunFolder, completion_records
 from runs.phases import Phase, first_reference, is_due, train_in_phase
+from runs.results import evaluate_and_log, print_summary, write_report
 
 MOST_SKIPPED = 3                # steps in a row without a finite loss or gradient that end a run
 
@@ -49,7 +49,7 @@ class Progress:
     reward_count: int = 0                                 # number of these completions
 
     def count(self, update: dict) -> None:
-        """Count an update. A skipped one is not one in a row if a smaller loss_scale of float16 may cure it."""
+        """Count an update. skipped_in_a_row omits those that a smaller loss_scale of float16 may cure."""
         self.step, self.phase_step = self.step + 1, self.phase_step + 1
         self.skipped += update["skipped"]
         if not update["skipped"]:
@@ -130,7 +130,7 @@ class Run:
             reward_functions=self.reward_functions, weights=self.config.grpo.weights,
             environment=self.environment, trainer_state=self.trainer_state)
 
-    # ---- from the beginning to the end -----------------------------------------------------------------------
+    # ---- from the beginning to the end ---------------------------------------------------------------------
 
     @contextmanager
     def started(self) -> Iterator[StopOnSignal]:
@@ -140,10 +140,10 @@ class Run:
             try:
                 yield stop
             finally:
-                self.folder.write_report()
+                write_report(self.folder)
 
     def phases_left(self) -> Iterator[Phase]:
-        """Yield the phases from the current one on, begun; end and save each, and write final/ after the last."""
+        """Begin, yield, end and save each phase from the current one on. Write final/ after the last."""
         for phase in self.phases[self.progress.phase :]:
             self.begin_phase()
             yield phase
@@ -152,7 +152,7 @@ class Run:
                 self.progress.phase_step, self.policy.optimizer = 0, None
             self.save_checkpoint()
         write_policy(self.policy.model, self.policy.tokenizer, self.folder.path / "final")
-        self.folder.print_summary()
+        print_summary(self.folder)
 
     def begin_phase(self) -> None:
         """Create the objects of the phase: optimiser, schedule, value head, data order, reference.
@@ -178,15 +178,15 @@ class Run:
             self.console.print(f"this run is complete; a new one can begin with --model_path {final}")
         return complete
 
-    # ---- one step --------------------------------------------------------------------------------------------
+    # ---- one step ------------------------------------------------------------------------------------------
 
     @contextmanager
     def saved_on_error(self):
-        """Save a checkpoint of the state in front of a step or evaluation that raises: a resumed run repeats it.
+        """Save a checkpoint in front of a step or evaluation that raises: a resumed run repeats it.
 
         There is none after an update, when weights and optimiser may be between two states, and in several
-        processes after errors that not all of them raise. The global random generators, which reward functions
-        may use, are seeded by the step, so that a repeat draws the same numbers.
+        processes after errors that not all of them raise. The global random generators, which reward
+        functions may use, are seeded by the step, so that a repeat draws the same numbers.
         """
         position, before = self.batches.position, replace(self.progress)
         seed_generators(f"{self.config.training.seed} {self.progress.step} {self.ranks.rank}")
@@ -258,7 +258,7 @@ class Run:
         if self.folder.lock:                              # none where nothing is written (--check)
             self.folder.write_config(self.config)
 
-    # ---- checkpoints -----------------------------------------------------------------------------------------
+    # ---- checkpoints ---------------------------------------------------------------------------------------
 
     def save_checkpoint(self, notify: bool = False) -> Path:
         """Save everything to checkpoints/step-<step> of the run folder, on all ranks. Raises RunError.

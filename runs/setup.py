@@ -19,7 +19,7 @@ from engine.devices import (
     best_device, keep_freed_memory, leave_busy_cores, num_processes, seed_generators,
 )
 from engine.device_policy import DevicePolicy, runs_in_core
-from engine.policy import (
+from engine.models import (
     check_context_length, load_any_policy, load_any_tokenizer, move, moved_to, save_any_policy,
 )
 from engine.precision import resolve_precision

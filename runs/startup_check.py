@@ -51,7 +51,9 @@ def choose_engine(
 
 
 @torch.no_grad()
-def fault_of_sharing(shared: DevicePolicy, plain: DevicePolicy, prompts: list, most_tokens: int = MOST_TOKENS) -> str:
+def fault_of_sharing(
+    shared: DevicePolicy, plain: DevicePolicy, prompts: list, most_tokens: int = MOST_TOKENS
+) -> str:
     """Compare log-probabilities by the shared cache and packed rows with those of plain rows, "" if equal."""
     prompts = [encode_prompt(plain.tokenizer, prompt) for prompt in prompts]
     try:

@@ -24,7 +24,7 @@ from config import GRPOConfig, ModelConfig
 from engine import make_engine
 from engine.adapters import trainable_parameters
 from experience import Groups, compute_experience
-from engine.policy import make_reference, load_any_policy, save_any_policy
+from engine.models import make_reference, load_any_policy, save_any_policy
 from data import Batches
 from model import ValueHead, byte_tokenizer
 from runs.command_line import parse_config

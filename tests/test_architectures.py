@@ -12,7 +12,7 @@ from conftest import (
 import train
 from config import GRPOConfig, ModelConfig
 from engine import make_engine
-from engine.policy import load_any_policy, save_any_policy
+from engine.models import load_any_policy, save_any_policy
 from experience import compare_with_sampler
 from logprobs import completion_log_probs
 from runs.command_line import parse_config

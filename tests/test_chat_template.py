@@ -10,7 +10,7 @@ from conftest import ARCHITECTURES
 from config import Config, ModelConfig
 from data import encode_demonstration, encode_prompt
 from environments.messages import encode_reply
-from engine.policy import load_any_tokenizer, save_any_policy
+from engine.models import load_any_tokenizer, save_any_policy
 from guards import without_special_tokens
 from model import byte_tokenizer
 from runs.startup_check import refuse_wrong_tokens

@@ -15,7 +15,7 @@ from config import ModelConfig
 from model import ValueHead, frozen_copy, load_policy, save_policy, update_reference
 
 ROOT = Path(__file__).parents[1]
-CORE = ["grpo", "logprobs", "sample", "rewards", "data", "guards", "model", "experience", "config"]
+CORE = ["policy", "grpo", "logprobs", "sample", "rewards", "data", "guards", "model", "experience", "config"]
 LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "transformers", "tokenizers"}
 
 
@@ -30,8 +30,8 @@ def imports_of(name: str) -> set[str]:
 def test_core_files_import_core_files_and_libraries_alone():
     found = {name: imports_of(name) - LIBRARIES for name in CORE}
     assert found == {
-        "grpo": set(), "rewards": set(), "logprobs": set(), "data": {"guards"}, "guards": set(), "config": {"grpo", "logprobs"}, "sample": {"data", "logprobs"}, "model": {"rewards"},
-        "experience": {"grpo", "logprobs", "rewards", "sample"},
+        "grpo": set(), "rewards": set(), "logprobs": set(), "data": {"guards"}, "guards": set(), "config": {"grpo"}, "sample": {"data", "logprobs"}, "model": {"rewards"},
+        "experience": {"grpo", "logprobs", "rewards", "sample"}, "policy": {"logprobs", "model", "sample"},
     }
     assert imports_of("data") | imports_of("guards") <= {*sys.stdlib_module_names, "guards"} and imports_of("grpo") <= {*sys.stdlib_module_names, "torch"}
 

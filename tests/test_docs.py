@@ -16,7 +16,7 @@ import grpo
 from infer import parse_arguments
 from config import FLAGS, GRPOConfig, ModelConfig
 from data import load_examples
-from engine.policy import load_any_policy
+from engine.models import load_any_policy
 from grpo import LOSSES
 from project_files import modules_of_the_program
 from runs.command_line import parse_config

@@ -16,7 +16,7 @@ from conftest import exhaustive
 import train
 from analysis.reward_linter import lint
 from config import GRPOConfig, ModelConfig
-from engine.policy import load_any_policy, save_any_policy
+from engine.models import load_any_policy, save_any_policy
 from environments import OPEN
 from reward_functions.loading import load_reward_function
 from rewards import correctness

@@ -15,7 +15,7 @@ from config import DEFAULTS, Config
 from data import load_examples
 from engine import make_engine
 from engine.errors import RunError
-from engine.policy import load_any_policy
+from engine.models import load_any_policy
 from engine.ranks import Ranks
 from environments.messages import encode_reply
 from runs.console import held_out_text

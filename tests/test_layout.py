@@ -14,7 +14,7 @@ from project_files import ROOT, modules_of_the_program
 LAYERS = [                      # modules and packages, the lowest layer first
     ("grpo", "logprobs", "rewards", "guards", "data", "config"),
     ("model", "sample"),
-    ("experience",),
+    ("policy", "experience"),
     ("engine",),
     ("sources", "reward_functions", "environments"),
     ("runs", "analysis"),

@@ -19,7 +19,7 @@ from config import GRPOConfig, ModelConfig
 from engine import make_engine
 from engine.text_model import text_model
 from engine.recomputation import recompute_activations
-from engine.policy import follow_policy, make_reference, load_any_policy, move, moved_to, save_any_policy
+from engine.models import follow_policy, make_reference, load_any_policy, move, moved_to, save_any_policy
 from engine.precision import round_frozen_weights, with_precision
 
 

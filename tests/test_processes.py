@@ -17,7 +17,7 @@ from conftest import QUICK, WITH_TOWERS, exhaustive, length_reward, peaked_rewar
 from forked import Program, Ranks
 from safetensors.torch import load_file
 
-from engine.policy import save_any_policy
+from engine.models import save_any_policy
 from runs.checkpoint import latest_checkpoint
 from runs.folder import read_jsonl
 

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from config import ModelConfig
 from engine import make_engine
-from engine.policy import load_any_policy, save_any_policy
+from engine.models import load_any_policy, save_any_policy
 from engine.text_model import text_model
 
 FLAGS = "--use_grpo --max_steps 2 --generation_max_length 8 --learning_rate 1e-2 --entropy_coef 0.1 --gradient_checkpointing".split()

@@ -28,7 +28,7 @@ from conftest import PROMPTS, QUICK, length_reward, start_run
 from config import GRPOConfig
 from engine import make_engine
 from engine.devices import best_device
-from engine.policy import move
+from engine.models import move
 from model import ValueHead
 from logprobs import completion_lengths
 from runs.folder import read_jsonl

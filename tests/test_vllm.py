@@ -29,7 +29,7 @@ from engine.errors import RunError
 from engine.ranks import Ranks
 from engine.vllm_engine import VLLM
 from experience import compare_with_sampler, log_probs_of_rollout
-from engine.policy import load_any_policy
+from engine.models import load_any_policy
 from model import byte_tokenizer
 from runs.command_line import parse_config
 from runs.folder import read_jsonl

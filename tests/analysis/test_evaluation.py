@@ -13,7 +13,7 @@ from analysis import evaluation
 from analysis.evaluation import estimate_all, estimate_mean, evaluate, majority_vote, pass_at_k
 from config import ModelConfig
 from engine import make_engine
-from engine.policy import load_any_policy
+from engine.models import load_any_policy
 from engine.ranks import Ranks
 from experience import Groups
 

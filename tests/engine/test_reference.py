@@ -11,7 +11,7 @@ from transformers import RecurrentGemmaConfig, RecurrentGemmaForCausalLM
 import train
 from analysis import explain
 from config import Config, ModelConfig
-from engine.policy import load_any_policy, save_any_policy
+from engine.models import load_any_policy, save_any_policy
 from runs.setup import set_up
 
 FLAGS = dict(

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from config import ModelConfig
 from engine.devices import best_device, num_processes, shutdown
 from engine.sharding import shard
-from engine.policy import make_reference, load_any_policy, move, save_any_policy
+from engine.models import make_reference, load_any_policy, move, save_any_policy
 from model import byte_tokenizer
 
 pytestmark = pytest.mark.slow

@@ -11,7 +11,7 @@ import torch
 from conftest import assert_same, run_folder
 
 from engine.errors import RunError
-from engine.policy import load_any_policy
+from engine.models import load_any_policy
 from runs import checkpoint
 import train
 

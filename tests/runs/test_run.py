@@ -11,7 +11,7 @@ from conftest import QUICK, assert_same, comparable, ctrl_c_after, exhaustive, r
 import train
 from config import ModelConfig
 from engine.devices import limit_threads
-from engine.policy import load_any_policy
+from engine.models import load_any_policy
 from runs import phases, setup
 from runs.folder import read_jsonl
 

@@ -13,7 +13,7 @@ from conftest import build_gpt2
 
 import infer
 from config import Config, FLAGS
-from engine.policy import save_any_policy
+from engine.models import save_any_policy
 from model import byte_tokenizer
 from runs.command_line import parse_config
 from sources.foreign_names import FOREIGN, explain_unknown

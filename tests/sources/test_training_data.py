@@ -7,7 +7,7 @@ from conftest import start_run
 from test_data import data_of, write_lines
 
 from config import Config, ModelConfig
-from engine.policy import load_any_policy, save_any_policy
+from engine.models import load_any_policy, save_any_policy
 from sources.training_data import fit_prompts
 from test_chat_template import published
 

@@ -1,5 +1,5 @@
 """
-The policy as large models need it: from a hub, with a LoRA adapter, in 16 bits, sharded over processes, on
+Models as large ones need it: from a hub, with a LoRA adapter, in 16 bits, sharded over processes, on
 XLA. For float32 weights in one process model.py does the same.
 
 Parts of a model that text does not pass through are frozen. Left out on purpose: quantised weights; training
@@ -18,7 +18,7 @@ from transformers import (
 from transformers.utils import logging
 
 import model as core
-from engine.adapters import AdapterReference, add_adapter, has_adapter, save_adapter, trainable_parameters
+from engine.adapters import AdapterReference, add_adapter, has_adapter, save_adapter
 from engine.devices import is_main
 from engine.errors import in_one_line
 from engine.precision import precision_of, round_frozen_weights, with_precision
@@ -152,17 +152,6 @@ def make_reference(model: PreTrainedModel, *, exact: bool = False):
     reference = with_precision(reference.eval(), precision_of(model)).requires_grad_(False)
     shard(reference if exact else round_frozen_weights(reference), model.mesh)
     return reference
-
-
-def follow_policy(reference, model: PreTrainedModel, config, step: int, *, skipped: bool) -> None:
-    """Update a reference, if there is one, by --reference_mode, after a step of the phase."""
-    moves = config.reference_mode == "ema" and not skipped
-    is_copied = config.reference_mode == "periodic" and step % config.reference_update_freq == 0
-    if reference is not None and (moves or is_copied):
-        reshard(model)
-        reshard(reference)
-        trained = torch.nn.ParameterList(trainable_parameters(model)) if has_adapter(model) else model
-        core.update_reference(reference, trained, config.ema_alpha if moves else 0.0)
 
 
 def full_state_dict(model: PreTrainedModel) -> dict[str, torch.Tensor]:

@@ -1,22 +1,26 @@
 """
-Evaluations of a run: on the held-out problems, always with the same seeds; the best policy is kept.
+What a run has learned: its evaluations on the held-out problems, always with the same seeds, the best policy,
+and at its end the report and the summary.
 """
 
 import math
 
 from analysis.evaluation import evaluate
+from engine.errors import first_line
 from rewards import name_of
 from runs.checkpoint import write_policy
 from runs.console import held_out_text, shows_accuracy
+from runs.folder import RunFolder, read_jsonl
+from sources.settings import read_settings
 
 
 def evaluate_and_log(run) -> None:
-    """Evaluate the policy of a Run on its held-out problems, log the result, and write best/ if it is."""
+    """Evaluate the policy of a Run on its held-out problems, log the result, and write best/."""
     progress, training = run.progress, run.config.training
     result = evaluate(
         run.policy, run.eval_set, run.config.grpo, seed=training.seed, **run.scoring | {"weights": None})
     score = held_out_score(run, result)
-    if training.keep_best and score > progress.best_score:                       # of equal ones the first stays
+    if training.keep_best and score > progress.best_score:                       # of equals the first stays
         write_policy(run.policy.model, run.policy.tokenizer, run.folder.path / "best")
         progress.best_step, progress.best_score = progress.step, score
     run.folder.log(progress.step, "eval", result)
@@ -33,3 +37,24 @@ def held_out_score(run, result: dict) -> float:
     weighted = zip(means, run.config.grpo.weights, strict=False)                 # supervised: no rewards
     known = [weight * mean for mean, weight in weighted if mean is not None]
     return sum(known) if known else math.nan
+
+
+def write_report(folder: RunFolder) -> None:
+    """Write curves.png and report.html. An error is one line: they do not decide how a run ends."""
+    from analysis import report  # here: what reads a run is no part of its steps
+
+    try:
+        if folder.writes:
+            report.write_report(folder.path)
+    except Exception as error:
+        folder.console.print(f"  note   curves.png or report.html is not written: {first_line(error)}")
+
+
+def print_summary(folder: RunFolder) -> None:
+    """Print what was learned, the findings of the training doctor, and where the files are."""
+    from analysis.doctor import diagnose
+
+    if folder.writes:                                     # elsewhere the folder may be of another machine
+        path = folder.path
+        lines, flags = read_jsonl(path / "metrics.jsonl"), read_settings(path / "config.json")
+        folder.console.print_summary(path, lines, diagnose(lines, flags))
