@@ -299,9 +299,9 @@ def token_weights(
         prompt_mean     1 / group_tokens / num_prompts      prompts weigh the same
         constant        1 / (num_sequences * max_tokens)
 
-    Weights are computed once, over all rows of an update, so the losses of micro-batches add up. length is the
-    tokens of a row where mask is True, num_tokens those of all rows, num_sequences the rows with any. Of
-    a group with some of its rows elsewhere, num_prompts counts the share of its tokens that is here.
+    Weights are computed once, over all rows of an update, so the losses of micro-batches add up. length counts
+    a row's tokens where mask is True, num_tokens those of all rows, num_sequences the rows with any. Of a
+    group with some of its rows elsewhere, num_prompts counts the share of its tokens that is here.
 
     mask          (B, T) bool
     group_tokens  (B, 1) tokens of all completions of the row's prompt; None: the rows are one group

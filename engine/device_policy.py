@@ -7,6 +7,7 @@ The policy of policy.py on any device, in 16 bits, and over many processes. shar
     memory           when it runs out, the call is repeated with half as many tokens or completions at once
 """
 
+import math
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -14,8 +15,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from engine.devices import cut_graph, num_processes
 from engine.adapters import has_adapter, trainable_parameters
+from engine.devices import cut_graph, num_processes
 from engine.errors import first_line, is_out_of_memory
 from engine.models import moved_to
 from engine.precision import is_exact, precision_of
@@ -95,7 +96,7 @@ class DevicePolicy(Policy):
         sums = self.halving_max_tokens(batch.rollout, add_gradients)
         return self.ranks.sum(torch.tensor(sums, dtype=torch.float64)).tolist()
 
-    def optimizer_step(self, max_grad_norm: float = float("inf")) -> dict:
+    def optimizer_step(self, max_grad_norm: float = math.inf) -> dict:
         """As Policy.optimizer_step. With float16 returns loss_scale as well."""
         scaled = self.scaler.is_enabled() and any(p.grad is not None for p in self.parameters)
         if scaled:                                        # the scaler refuses to work without a gradient
@@ -142,7 +143,7 @@ class DevicePolicy(Policy):
     def clip_gradient(self, max_norm: float) -> float:
         """As Policy.clip_gradient, of the sum over all processes."""
         norm = sum_and_clip_gradient(self.parameters, max_norm)
-        if norm == 0:                                     # zeros, on XLA: momentum would move the weights
+        if norm == 0 and self.device.type == "xla":       # zeros, with which momentum would move the weights
             self.optimizer.zero_grad()
         return norm
 
