@@ -59,18 +59,13 @@ def fault_of_sharing(
     try:
         rollout = shared.sample(prompts, short_completions(most_tokens), 0, num_completions=2)
         rollout.completion_mask[1::2, 5:] = False         # packs of different lengths
-        packed = shared.forward(rollout, all_rows(rollout)).logp.cpu()
+        packed = shared.log_probs(rollout).logp
     except CannotShare as error:
         return str(error)
-    rows = plain.forward(rollout, all_rows(rollout)).logp.cpu()
+    rows = plain.log_probs(rollout).logp
     sampled = rollout.sampling_logp.where(rollout.completion_mask, 0.0)
     both = torch.stack([packed, sampled])
     return difference(shared.model, "shared and plain rows", both, rows.expand(2, -1, -1))
-
-
-def all_rows(rollout: Rollout) -> torch.Tensor:
-    """Return the indices of all completions, (B,)."""
-    return torch.arange(len(rollout.completion_ids))
 
 
 def refuse_wrong_sampler(policy: Policy, prompts=("1+1=?",), most_tokens: int = MOST_TOKENS) -> Rollout:
@@ -86,8 +81,7 @@ def refuse_wrong_sampler(policy: Policy, prompts=("1+1=?",), most_tokens: int = 
     rollout = policy.sample([prompts[0], half], short_completions(most_tokens), 0, num_completions=2)
     plain = DevicePolicy(model, tokenizer)
     refuse_wrong_head(plain, rollout)
-    with torch.no_grad():
-        trained = plain.forward(rollout, all_rows(rollout)).logp
+    trained = plain.log_probs(rollout).logp
     if fault := difference(model, "sampler and trainer", rollout.sampling_logp, trained):
         raise ValueError(f"start-up check: {fault}; try --attn_implementation eager")
     return rollout
@@ -122,7 +116,7 @@ def refuse_wrong_head(plain: DevicePolicy, rollout: Rollout, name: str = "policy
     ids = torch.cat([prompt, completion])[None].to(plain.device)
     logits = plain.model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
     own = logits.float().log_softmax(-1).gather(-1, completion[:, None].to(plain.device))[:, 0]
-    ours = plain.forward(rollout, torch.tensor([0])).logp[0, mask]
+    ours = plain.log_probs(rollout, torch.tensor([0])).logp[0, mask]
     if fault := difference(plain.model, f"{name}: chunked head and the model's own", ours, own):
         raise ValueError(
             f"start-up check: {fault}; logits of this architecture need a step that compute_logits in "
