@@ -5,7 +5,7 @@ Draw the figures of docs/walkthrough.md and docs/lecture.md, with the functions 
     python docs/figures.py --train           train, and draw the curve: outputs/figures/curve.svg, in a minute or two
     python docs/figures.py --train --keep    the same into docs/figures, which changes the published figure
 
-The run has the demonstration's task, smaller: sums of two numbers made of the digits 0 to 4, answered without reasoning, 497 to
+The run has the demonstration's task, smaller: two numbers made of the digits 0 to 4 are added, answered without reasoning, 497 to
 train on and 128 others. A supervised cold start, then GRPO.
 """
 
@@ -30,6 +30,7 @@ import data  # noqa: E402
 import experience  # noqa: E402
 import grpo  # noqa: E402
 import logprobs  # noqa: E402
+import policy  # noqa: E402
 import rewards  # noqa: E402
 import sample  # noqa: E402
 import train  # noqa: E402
@@ -64,20 +65,19 @@ def random_groups() -> tuple:
 
 def draw_flow(model, examples: list[dict], rollout) -> None:
     """The functions a step goes through, with the shapes of what they hand on: of a real one, 2 prompts x 3 completions."""
-    points, _ = rewards.compute_rewards_for_completions([rewards.reasoning_coherence], [1.0], rollout, examples)
-    advantages = grpo.compute_group_advantages(points)
+    scores, _ = rewards.compute_rewards_for_completions([rewards.reasoning_coherence], [1.0], rollout, examples)
+    advantages = grpo.compute_group_advantages(scores)
     logp = logprobs.completion_log_probs(model, rollout).logp
-    mask = rollout.completion_mask
-    loss, _ = grpo.policy_loss(logp, logp.detach(), advantages.view(-1, 1), mask, num_tokens=int(mask.sum()))
+    loss, _ = grpo.policy_loss(logp, logp.detach(), advantages.view(-1, 1), rollout.completion_mask)
     boxes = [
         (data.load_examples, f"{len(examples)} dicts"),
         (sample.sample_completions_for_prompts, f"completion_ids {tuple(rollout.completion_ids.shape)}, sampling_logp"),
-        (rewards.compute_rewards_for_completions, f"points {tuple(points.shape)}"),
+        (rewards.compute_rewards_for_completions, f"rewards {tuple(scores.shape)}"),
         (grpo.compute_group_advantages, f"advantages {tuple(advantages.shape)}"),
         (experience.compute_experience, "constant during the updates"),
         (logprobs.completion_log_probs, f"logp {tuple(logp.shape)}, with gradient"),
         (grpo.policy_loss, f"a scalar {tuple(loss.shape)}"),
-        (train.optimizer_step, "one step of AdamW"),
+        (policy.Policy.optimizer_step, "one step of AdamW"),
     ]
     figure = Figure(figsize=(6, 5.4))
     axes = figure.add_axes([0, 0, 1, 1])
@@ -87,7 +87,7 @@ def draw_flow(model, examples: list[dict], rollout) -> None:
         y = len(boxes) - 1 - number
         file = Path(inspect.getfile(function)).name
         colour = "#dbe9f6" if number in (5, 6, 7) else "#f3f3f3"
-        axes.text(3.1, y, f"{file}\n{function.__name__}", ha="center", va="center", fontsize=9,
+        axes.text(3.1, y, f"{file}\n{function.__qualname__}", ha="center", va="center", fontsize=9,
                   bbox=dict(boxstyle="round,pad=0.45", facecolor=colour, edgecolor=GREY))
         last = number == len(boxes) - 1
         axes.text(4.6 if last else 3.3, y if last else y - 0.5, result, va="center", fontsize=8.5, color="0.25")
@@ -99,15 +99,15 @@ def draw_flow(model, examples: list[dict], rollout) -> None:
 
 
 def draw_groups() -> None:
-    """Points of four groups, and the advantages that compute_group_advantages makes of them."""
+    """Rewards of four groups, and the advantages that compute_group_advantages makes of them."""
     nan = torch.nan
-    points = torch.tensor([[1, 0, 0, 1.0], [1.3, 0.3, 0.3, 0.3], [0.7, 0.7, 0.7, 0.7], [1.0, nan, 0.5, 0.0]])
-    advantages = grpo.compute_group_advantages(points)
+    scores = torch.tensor([[1, 0, 0, 1.0], [1.3, 0.3, 0.3, 0.3], [0.7, 0.7, 0.7, 0.7], [1.0, nan, 0.5, 0.0]])
+    advantages = grpo.compute_group_advantages(scores)
     figure = Figure(figsize=(7, 2.6), layout="constrained")
     left, right = figure.subplots(1, 2)
-    left.imshow(torch.zeros_like(points).numpy(), cmap="Greys", vmin=0, vmax=1, aspect="auto")
+    left.imshow(torch.zeros_like(scores).numpy(), cmap="Greys", vmin=0, vmax=1, aspect="auto")
     right.imshow(advantages.numpy(), cmap="RdBu", vmin=-3, vmax=3, aspect="auto")       # pale, or numbers could not be read
-    for axes, values, style, title in (left, points, "{:.1f}", "points r (P, G)"), (right, advantages, "{:+.2f}", "advantages A (P, G)"):
+    for axes, values, style, title in (left, scores, "{:.1f}", "rewards r (P, G)"), (right, advantages, "{:+.2f}", "advantages A (P, G)"):
         for p, g in torch.cartesian_prod(torch.arange(4), torch.arange(4)).tolist():
             value = values[p, g].item()
             text = "none" if value != value else style.format(value) if value or axes is left else "0"
@@ -147,13 +147,13 @@ def draw_pack(rollout) -> None:
 
 
 def loss_and_slope(ratio: torch.Tensor, advantage: float, **kind) -> tuple[torch.Tensor, torch.Tensor]:
-    """policy_loss of single tokens, each in a call of its own denominator 1, and its slope by logp."""
+    """policy_loss of single tokens, each in a call of its own, where its weight is 1, and its slope by logp."""
     logp = ratio.log()[:, None].requires_grad_()
     mask = torch.ones_like(logp, dtype=torch.bool)
-    losses, ones = [], dict(num_tokens=1, num_sequences=1, max_tokens=1)
+    losses = []
     for row in range(len(ratio)):
         at = slice(row, row + 1)
-        loss, _ = grpo.policy_loss(logp[at], torch.zeros(1, 1), torch.tensor([advantage]), mask[at], **ones, **kind)
+        loss, _ = grpo.policy_loss(logp[at], torch.zeros(1, 1), torch.tensor([advantage]), mask[at], **kind)
         losses.append(loss)
     (slope,) = torch.autograd.grad(torch.stack(losses).sum(), logp)
     return torch.stack(losses).detach(), slope[:, 0]

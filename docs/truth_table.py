@@ -58,14 +58,12 @@ def gradients(right: Tensor, advantages: Tensor, p: Tensor, age: int, **options)
     rest = torch.zeros(len(logp), LENGTH - 1, dtype=torch.float64)
     mask = torch.ones(len(logp), LENGTH, dtype=torch.bool)
     logp = logp.detach().requires_grad_()
-    counts = dict(
-        num_tokens=mask.numel(), num_sequences=len(mask), max_tokens=LENGTH, num_prompts=len(right),
-        group_tokens=torch.tensor(LENGTH * right.shape[1]))
+    weights = mask.double() / right.shape[1]              # completions are of one length, for which all averages are the same
     loss, _ = policy_loss(
-        torch.cat([logp, rest], dim=1), torch.cat([old_logp, rest], dim=1), advantages.reshape(-1), mask, **options, **counts)
+        torch.cat([logp, rest], dim=1), torch.cat([old_logp, rest], dim=1), advantages.reshape(-1), mask, weights, **options)
     (slope,) = torch.autograd.grad(loss, logp)
     score = torch.where(right > 0, 1 - p, -p)                                    # of log probability by theta
-    return -(slope.view_as(right) * score).sum(dim=1) * len(right) * LENGTH
+    return -(slope.view_as(right) * score).sum(dim=1)
 
 
 def exact(G: int, baseline: str, scale: str, loss_type: str = "dapo", age: int = 0, **options) -> dict[str, Tensor]:

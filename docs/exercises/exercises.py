@@ -17,16 +17,16 @@ from torch import Tensor
 def group_advantages(rewards: Tensor) -> Tensor:
     """1. Compare each completion with its group: (r - mean) / (std + 1e-8), std divided by G - 1.
 
-    rewards (P, G) float32 points -> (P, G). A group of equal points must come back as exact zeros, whatever the points are.
-    Hint: mean and std take dim=1, keepdim=True. Compare the largest with the smallest point of a row, and use torch.where.
+    rewards (P, G) float32 -> (P, G). A group of equal rewards must come back as exact zeros, whatever the rewards are.
+    Hint: mean and std take dim=1, keepdim=True. Compare the largest with the smallest reward of a row, and use torch.where.
     """
     raise NotImplementedError("exercise 1 is empty: replace this line, in docs/exercises/exercises.py")
 
 
 def leave_one_out(rewards: Tensor) -> Tensor:
-    """2. Compare each completion with the mean of its siblings, itself left out; do not scale. (P, G) points -> (P, G).
+    """2. Compare each completion with the mean of its siblings, itself left out; do not scale. (P, G) -> (P, G).
 
-    Hint: the sum of the siblings is the sum of the row minus the completion's own points.
+    Hint: the sum of the siblings is the sum of the row minus the completion's own reward.
     """
     raise NotImplementedError("exercise 2 is empty: replace this line, in docs/exercises/exercises.py")
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def group_advantages(rewards: Tensor) -> Tensor:
-    """1. A tie is found in the points: after the division it would be a rounding error blown up by 1e8."""
+    """1. A tie is found in the rewards: after the division it would be a rounding error blown up by 1e8."""
     tied = rewards.amax(dim=1, keepdim=True) == rewards.amin(dim=1, keepdim=True)
     centred = rewards - rewards.mean(dim=1, keepdim=True)
     return torch.where(tied, 0.0, centred / (rewards.std(dim=1, keepdim=True) + 1e-8))
