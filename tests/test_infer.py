@@ -69,7 +69,7 @@ def test_the_prompt_of_a_question_has_the_instruction_and_a_conversation_shows_i
 
 def test_answers_do_not_wait_for_the_check_of_packing_and_are_marked_if_truncated(folder, capsys, monkeypatch):
     monkeypatch.setattr(infer, "choose_engine", lambda *_: pytest.fail("seconds"))
-    flags = ["--question", "1+1=?", "--generation_max_length", "2"]
+    flags = ["--question", "1+1=?", "--generation_max_length", "2", "--seed", "1"]        # draws far from 0, that is from a stop token
     infer.main([*flags, "--model_path", folder, "--samples", "3"])
     printed = capsys.readouterr()
     assert printed.out.count("(truncated at --generation_max_length=2)\n") == 3 and printed.err == ""
