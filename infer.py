@@ -13,14 +13,13 @@ completions, also of prompts without answers. Not supported: chat and serving, w
 import argparse
 import dataclasses
 import json
-import re
 import sys
 from functools import partial
 from pathlib import Path
 
 from runs.errors import exit_on_errors  # first, see runs/__init__.py
 
-from analysis import evaluation
+from analysis import evaluation, report
 from config import GRPOConfig, ModelConfig, validate_functions
 from data import as_text, encode_prompt
 from engine import make_engine
@@ -46,9 +45,6 @@ FLAGS_OF_CONFIG = [
     "attn_implementation", "trust_remote_code", "device", "chat_template", "chat_template_kwargs",
 ]
 WHOLE = {"generation_temperature": 1.0, "generation_top_p": 1.0, "generation_top_k": 0}     # distribution
-CONTROL = re.compile(             # characters that a terminal acts on, but for newline and tab
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]"
-)
 
 
 def main(argv: list[str]) -> None:
@@ -71,24 +67,17 @@ def print_answers(args: argparse.Namespace) -> None:
     """Print the completions of --question."""
     rollout = sample_answers(args, [instructed({"prompt": args.question}, args.instruction)]).rollout
     for completion, finished in zip(rollout.completions, rollout.finished.tolist(), strict=True):
-        print(escape(as_text(completion)))
+        print(report.escape(as_text(completion)))
         if not finished:
             print(f"(truncated at --generation_max_length={args.generation_max_length})")
 
 
-def escape(text: str) -> str:
-    """Replace control characters by escapes such as \\x1b: a model's text must not control the terminal."""
-    return CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
-
-
 def print_report(folders: list[Path]) -> None:
     """Write the report of a run and print its path, or print a comparison of several runs."""
-    from analysis import report                           # slow to import
-
     if len(folders) == 1:
         print(report.write_report(folders[0]))
     else:
-        print(escape(report.compare_runs(folders)))
+        print(report.compare_runs(folders))
 
 
 # ---- evaluation --------------------------------------------------------------------------------------------

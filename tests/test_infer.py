@@ -285,15 +285,6 @@ def test_a_prompt_beyond_the_positions_of_the_model_is_one_line(folder, tmp_path
         infer.main(["--model_path", folder, "--evaluate", file, "--generation_max_length", "6"])
 
 
-def test_settings_of_other_runs_do_not_control_the_terminal(tmp_path, capsys):
-    for name, instruction in ("a", "x"), ("b", "\x1b]0;title\x07"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(json.dumps({"instruction": instruction}))
-        (tmp_path / name / "metrics.jsonl").write_text('{"step": 0, "phase": "eval", "eval_accuracy": 0.5}\n')
-    infer.main(["--report", str(tmp_path / "a"), str(tmp_path / "b")])
-    assert "\\x1b]0;title\\x07" in capsys.readouterr().out
-
-
 def test_flags_that_are_not_given_have_the_defaults_of_the_configuration():
     """trust_remote_code above all."""
     args = vars(infer.parse_arguments(["--question", "1+1=?"]))
