@@ -150,8 +150,8 @@ class GRPOConfig:
         "completions that have moved too far (dppo, icepop, sequence_mask), or without ratios (reinforce)")
     loss_options: list[str] = flag([], "options of loss_type, such as dual_clip=3 (docs/algorithm.md)")
     clip_low: float = flag(
-        0.2, "lower limit of a token's probability ratio in the clipped losses, 1 - clip_low; the ratio is 1 "
-        "in a rollout's first update", ge=0, lt=1)
+        0.2, "lower limit of a token's probability ratio in the clipped losses, 1 - clip_low; before the "
+        "first update the ratio is 1", ge=0, lt=1)
     clip_high: float = flag(
         0.2, "upper limit of that ratio, 1 + clip_high; in papers 4e-4 with gspo, above 1 with cispo and "
         "scale_rl", ge=0)
@@ -443,6 +443,8 @@ def check_combinations(config: GRPOConfig, training: TrainingConfig, updates_per
          f"a group of {size} is sampled together; at least that many, or 0 for all"),
         ("importance_cap", 0 < config.importance_cap < 1,
          "a cap below 1 would shrink every token's weight; choose from 1 up, such as 2, or 0 for none"),
+        ("importance_cap", config.importance_cap and loss.corrects_sampler,
+         f"the ratio of {config.loss_type} corrects for the sampler by itself; leave out one of the two"),
         ("advantage_scale", config.scale == "mean" and (
             config.reward_combination == "gdpo" or config.overlong == "penalise"),
          "is for points from 0 up; leave out --reward_combination gdpo and --overlong penalise"),

@@ -94,7 +94,7 @@ def encode_completion(tokenizer, completion: str, stop_ids: list[int]) -> list[i
 
 
 class Batches:
-    """Iterate over batches without end, every epoch shuffled or in order. `position` is the whole state."""
+    """Endless batches: next(batches). Every epoch is shuffled or in order; `position` is the whole state."""
 
     def __init__(self, examples: Sequence, batch_size: int, seed: int, shuffle: bool = True):
         self.examples, self.batch_size, self.seed, self.shuffle = examples, batch_size, seed, shuffle

@@ -185,10 +185,11 @@ def compute_experience(groups: Groups, advantages: Tensor, config, policy, refer
     penalty = None                                        # (B, T), of rewards
     if reference is not None and config.kl_in == "reward":
         penalty = kl_in_reward(experience, config.kl_coef)
-        experience.advantages = advantages + penalty_advantages(penalty, mask, groups.rewards.shape)
     if policy.value_head is not None:                     # in place of the group's advantages
         experience.advantages, experience.returns = token_advantages(
             config, groups.rewards.reshape(-1, 1), penalty, experience.old_values, mask, rollout.turn_points)
+    elif penalty is not None:
+        experience.advantages = advantages + penalty_advantages(penalty, mask, groups.rewards.shape)
     experience.metrics |= describe_advantages(experience)
     if config.importance_weight_cap:
         correct_sampler(experience, config.importance_weight_cap)
@@ -226,7 +227,7 @@ def penalty_advantages(penalty: Tensor, mask: Tensor, shape: torch.Size) -> Tens
 
     Centred within the group and not scaled, so that kl_coef means the same in all groups and in the loss:
     divided by the standard deviation of almost equal rewards it would be enormous. Completions that are not
-    trained on have none: as 0 it would move the mean of the others.
+    trained on have none: a 0 would shift the mean of the group.
     """
     rewards = -penalty.sum(dim=1).masked_fill(~mask.any(dim=1), torch.nan)
     return compute_group_advantages(rewards.view(shape), scale="none").float().view(-1, 1)
@@ -244,9 +245,9 @@ def correct_sampler(experience: Experience, cap: float) -> None:
 def sampled_kl(logp: Tensor, batch: Batch, config) -> Tensor:
     """Estimate KL(policy || reference) (b, T) in nats, from logp (b, T) with gradient.
 
-    ratio_k3 is k3 times the differentiable ratio exp(logp - trainer_logp); a ratio above the cap is scaled
-    down to it, with its gradient. With top-k or top-p policy and reference are truncated to tokens of their
-    own, unlike in the exact KL.
+    ratio_k3 is k3 times the differentiable ratio exp(logp - trainer_logp); above the importance cap, ratio
+    and gradient are multiplied by cap / ratio. With top-k or top-p, policy and reference are truncated to
+    tokens of their own, unlike in the exact KL.
     """
     estimator = config.kl_estimator or "ratio_k3"
     if estimator != "ratio_k3":

@@ -24,7 +24,7 @@ from torch import Tensor
 
 BASELINES = "group_mean", "group_median", "global_mean", "leave_one_out"         # choices of --baseline
 CENTERED_BASELINES = "group_mean", "leave_one_out"        # under these the advantages of a group sum to 0
-SCALES = "group", "batch", "mean", "none"                 # all but the last: choices of --advantage_scale
+SCALES = "group", "batch", "mean", "none"                 # --advantage_scale; none: --normalize_advantages
 
 
 def compute_group_advantages(
@@ -52,7 +52,7 @@ def compute_group_advantages(
              A tied group (max - min <= 1e-6 * max(1, |max|)) comes back as exact zeros, and so does one with
              fewer than two scored completions. Under group_mean and leave_one_out rows sum to 0.
 
-    std divides by n - 1 (torch's default): a group of two scores about +0.71 and -0.71. The result is not
+    std divides by n - 1 (torch's default): a group of two gets about +0.71 and -0.71. The result is not
     centred again: that would cancel the choice of baseline. GRPO: arXiv:2402.03300 sec. 4.1.2; scale="none":
     Dr. GRPO, arXiv:2503.20783; leave_one_out: RLOO, arXiv:2402.14740 sec. 2.2; scale="mean": MaxRL, for
     points from 0 up, arXiv:2602.02710. docs/algorithm.md, Which one?, compares them.
@@ -116,7 +116,8 @@ def clipped_loss(
 
     Returns loss and removed, (B, T) each; unused holds what only other losses take.
     """
-    # The gradient is 0 once the ratio has left the interval in the direction of A, and not on the way back.
+    # The gradient is 0 once the ratio has left the interval in the direction of A; a token that moves back
+    # keeps its gradient.
     # With dual_clip it is 0 as well where a token with a negative advantage has become much more probable.
     ratio = log_ratio.clamp(-20, 20).exp()                # at most e^20: inf * 0 would be NaN
     unclipped = ratio * advantages
@@ -199,6 +200,8 @@ def icepop(
     """Drop a token whose ratio is outside alpha ... beta: masked importance weights (arXiv:2510.18855).
 
         -ratio * A if alpha <= ratio <= beta else 0
+
+    One ratio, policy / sampler, takes the place of the paper's two, and of its clip.
     """
     ratio = log_ratio.clamp(-20, 20).exp()
     removed = (ratio < alpha) | (ratio > beta)
@@ -208,11 +211,11 @@ def icepop(
 def sequence_mask(
     logp: Tensor, log_ratio: Tensor, advantages: Tensor, *, alpha: float = 0.0, beta: float = 3.0, **unused
 ) -> tuple[Tensor, Tensor]:
-    """Weigh a completion by the product of its ratios, and drop it outside alpha ... beta (TRL's with vLLM).
+    """Weigh a completion by the product of its ratios, and drop it outside alpha ... beta (as TRL with vLLM).
 
         -sg(product) * A * logp if alpha <= product <= beta else 0
 
-    Without the limits its gradient has no bias, for any sampler, and a variance that grows with the length.
+    Without the limits the sampler gives its gradient no bias, and a variance that grows with the length.
     """
     product = log_ratio.detach().sum(dim=1, keepdim=True).clamp(-20, 20).exp().expand_as(logp)
     removed = (product < alpha) | (product > beta)
@@ -253,6 +256,8 @@ def token_loss(
     """Compute the loss of each token, whether its gradient was removed or its weight capped, and log_ratio.
 
     logp, old_logp, advantages, mask  as for policy_loss
+    clip_low, clip_high  the ratio is clipped to 1 - clip_low ... 1 + clip_high; cispo: the upper limit alone
+    off_policy_limit     nats: see too_unlikely
     options    of the loss type: the parameters of its function after *, such as dual_clip=3.0 of dapo
     returns    (B, T) each: loss, in the unit of advantages; bool; logp - old_logp, 0 where mask is False
     """
@@ -277,7 +282,7 @@ def token_loss(
 
 
 def too_unlikely(log_ratio: Tensor, advantages: Tensor, mask: Tensor, off_policy_limit: float) -> Tensor:
-    """Select the completions below the mean of their group that have become too unlikely.
+    """Select the tokens with negative advantages in completions that have become too unlikely.
 
         A < 0 and mean(old_logp - logp) > off_policy_limit
 
@@ -299,9 +304,9 @@ def token_weights(
         prompt_mean     1 / group_tokens / num_prompts      prompts weigh the same
         constant        1 / (num_sequences * max_tokens)
 
-    Weights are computed once, over all rows of an update, so the losses of micro-batches add up. length counts
-    a row's tokens where mask is True, num_tokens those of all rows, num_sequences the rows with any. Of a
-    group with some of its rows elsewhere, num_prompts counts the share of its tokens that is here.
+    Weights are computed once, over all rows of an update, so the losses of micro-batches add up. length is
+    the number of a row's tokens where mask is True, num_tokens that of all rows, num_sequences the number of
+    rows with any. A group of which some rows are elsewhere counts in num_prompts by its share of tokens here.
 
     mask          (B, T) bool
     group_tokens  (B, 1) tokens of all completions of the row's prompt; None: the rows are one group
@@ -326,7 +331,7 @@ def token_weights(
 
 
 def weighted_loss(x: Tensor, weights: Tensor) -> Tensor:
-    """Add up x * weights, (B, T) each. Where the weight is 0, x may hold anything, such as -inf or NaN."""
+    """Add up x * weights, (B, T) each. Where the weight is 0, x may be -inf or NaN; its gradient may not."""
     return (torch.where(weights != 0, x, 0.0) * weights).sum()
 
 
@@ -340,7 +345,7 @@ def policy_loss(
     advantages  (B,), (B, 1) or (B, T);      mask      (B, T) bool, True on tokens that the policy chose
     weights     (B, T) factor of each token's loss: see token_weights; None: those of the loss type, over the
                 rows given
-    loss_type   a key of LOSSES;  options  clip_low=0.2, clip_high=0.2 and others: see token_loss
+    loss_type   a key of LOSSES;  options  clip_low, clip_high, off_policy_limit and others: see token_loss
     returns     loss, a scalar; and statistics (B, T) without gradient, to be averaged over tokens:
                 clip_fraction (1 where the gradient was removed, or the ratio capped), ratio_deviation
                 (|ratio - 1|), approx_kl (ratio - 1 - log ratio, in nats: its mean estimates the KL from the

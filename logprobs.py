@@ -60,7 +60,7 @@ def completion_log_probs(
                 vocabulary that the policy keeps, with both distributions normalised over that; no gradient
     value_head  a module from hidden states (N, H) to values (N,)
     run_forward  run_forward(model, forward) calls forward(), a pass of the model. Where weights are sharded
-                over processes, engine/plain.py gives one that gathers them around it
+                over processes, engine/sharding.py has one that gathers them around it
     """
     rows = torch.arange(len(rollout.completion_ids)) if rows is None else rows.cpu()
     device = next(model.parameters()).device

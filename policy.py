@@ -10,8 +10,8 @@ This class is complete for one process in float32, and forwards each completion 
 subclasses in engine/ run on any device, in 16 bits, over many processes, share prompts, and sample with vLLM.
 A reference is a Policy without an optimiser.
 
-How the rows of an update are split into forward passes is the business of this file alone: each token has a
-weight that is computed over the whole update (grpo.token_weights), so losses and gradients of passes add up.
+No caller has to know how the rows of an update are split into forward passes: each token has a weight that is
+computed over the whole update (grpo.token_weights), so losses and gradients of passes add up.
 
 Shapes: B completions of T tokens, b of them in an update or a pass, N tokens, H hidden size.
 """
@@ -41,7 +41,7 @@ class Policy:
         """max_tokens: in a forward pass of training, padding included."""
         self.model, self.tokenizer, self.max_tokens = model, tokenizer, max_tokens
         self.optimizer = self.scheduler = self.value_head = None
-        self.loss = 0.0                                   # whose gradient the parameters hold
+        self.loss = 0.0                                   # sum of the losses since the last step
 
     def train_with(self, optimizer, scheduler, value_head=None) -> None:
         """Set the objects of a training phase. value_head: a module, hidden states (N, H) -> values (N,)."""
@@ -78,14 +78,16 @@ class Policy:
 
         batch      a Batch of experience.py
         loss_fn    loss_fn(new, part) -> (terms, metrics). new: LogProbs (b, T) of some rows, with gradient;
-                   part: the Batch of these rows. terms: scalars by name, of which the loss is the sum, over
-                   all parts. metrics: tensors (b, T), which are averaged over tokens, and scalars, which
-                   add up
+                   part: the Batch of these rows. terms: scalars by name; their sum over all parts is the
+                   loss. metrics: tensors (b, T), averaged over the tokens that are forwarded, and scalars,
+                   which add up
         reference  another Policy, for new.kl
         returns    total_loss, the terms and the metrics. If nothing is forwarded: terms of 0, means of NaN
 
-        If policy_loss is the only term, rows whose advantages are 0 have no gradient and are not forwarded.
+        A term named policy_loss is proportional to the advantages: if it is the only one, rows whose
+        advantages are 0 have no gradient and are not forwarded.
         """
+        # The loss of no rows, for the names of its terms and metrics.
         no_rows = batch.select(batch.rows[:0])
         terms, metrics = loss_fn(LogProbs.of_no_rows(batch.mask.shape[1]), no_rows)
         rows = batch.rows_with_gradient(of_policy_loss_alone=terms.keys() == {"policy_loss"})
@@ -100,8 +102,8 @@ class Policy:
     def optimizer_step(self, max_grad_norm: float = math.inf) -> dict:
         """Take a step with the gradient, scaled down to max_grad_norm if it is larger, and clear it.
 
-        returns  grad_norm, before scaling, and skipped: 1 if gradient or loss are not finite: parameters and
-                 learning-rate schedule stay as they were
+        returns  grad_norm, before scaling, and skipped: 1 if gradient or loss are not finite; then parameters
+                 and learning-rate schedule stay as they were
         """
         norm = self.clip_gradient(max_grad_norm)
         skipped = not (math.isfinite(norm) and math.isfinite(self.loss))
@@ -162,9 +164,10 @@ class Policy:
         """Raise RatioError if the trainer gives sampled tokens other probabilities than the sampler did.
 
         metrics  of the first update on a rollout: ratio_deviation, the mean of |policy / sampler - 1|, NaN
-                 if nothing was forwarded; or sampler_deviation, the same before it, if that was computed
+                 if nothing was forwarded. sampler_deviation, measured before the update, takes its place
         """
-        deviation = metrics.get("sampler_deviation", metrics["ratio_deviation"])
+        name = "sampler_deviation" if "sampler_deviation" in metrics else "ratio_deviation"
+        deviation = metrics[name]
         if deviation > self.ratio_tolerance:              # False for NaN
             raise RatioError(
                 f"first ratios must be 1, but differ from it by {deviation:.2g} on average (at most "

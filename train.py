@@ -11,14 +11,14 @@ policy's four verbs. examples/minimal.py is the same in one short program, with 
 Shapes: P prompts, G completions of each, B = P*G rows, b rows of a micro-batch, T completion tokens.
 Units: log-probabilities (logp) and KL in nats; rewards have none.
     score          weighted sum of what the reward functions give to a completion
-    reward         what advantages are computed from: the score after --reward_combination, --reward_clip and
-                   --overlong
+    reward         the score after --reward_combination, --reward_clip and --overlong; advantages are
+                   computed from it
     tied           of a group: zero variance, or fewer than two rewards, so that its advantages are 0
     rollout        completions, and their logp when they were sampled
     experience     a rollout with advantages, old_logp (usually logp when sampled) and the reference's logp
     batch          the rows of one update, with the weight of each token in the loss
-    update         one optimiser step; a training step makes one or several. All counters and flags named
-                   step(s) count updates
+    update         one optimiser step; a training step makes one or several. Flags and numbers of steps
+                   (--max_steps, --eval_steps, step in metrics.jsonl) count updates
     phase          grpo, after a supervised cold_start if there is one; or supervised alone
     policy         the model that is trained;  reference: another one, which the KL penalty compares it with
     run            policy, reference, data, progress, log and checkpoints (runs/run.py)
@@ -80,19 +80,19 @@ def grpo_training_step(run: Run, examples: list[dict]) -> tuple[dict, Experience
     # 2. Compare each completion with the others of its group.
     advantages = group_advantages(groups.rewards, config, progress.mean_reward)  # (P, G)
 
-    # 3. Compute what stays the same during the updates, (B, T): mask, old_logp, advantages; and by their
-    #    flags the reference's logp, KL in the reward, values, importance weights.
+    # 3. Collect what stays the same during the updates, (B, T): mask, old_logp, advantages; and, if their
+    #    flags ask for them, the reference's logp, KL in the reward, values, importance weights.
     experience = compute_experience(groups, advantages, config, policy, run.reference)
 
     # 4. Update the policy: once, or --ppo_epochs times on every minibatch (minibatches yields all epochs).
     updates, loss_fn = [], partial(grpo_loss, config)
-    seed = (run.config.training.seed << 32) + progress.step                      # of the order of minibatches
-    for rows in islice(minibatches(config, P * G, seed), run.updates_left):
+    reference = run.reference if config.exact_kl else None                       # forwarded with the policy
+    for rows in islice(minibatches(config, P * G, seed_of_order(run)), run.updates_left):
         batch = experience.batch(rows, config.aggregation, max_tokens=config.generation_max_length)
-        losses = policy.forward_backward(batch, loss_fn, reference=run.reference if config.exact_kl else None)
-        if not any(update["grad_norm"] for update in updates):                   # none has moved the policy
-            policy.require_ratios_of_1(losses | experience.metrics)
-        updates.append(losses | policy.optimizer_step(run.config.training.max_grad_norm))
+        results = policy.forward_backward(batch, loss_fn, reference=reference)
+        if not any(update["grad_norm"] for update in updates):    # no gradient yet: the policy that sampled
+            policy.require_ratios_of_1(results | experience.metrics)
+        updates.append(results | policy.optimizer_step(run.config.training.max_grad_norm))
         progress.count(updates[-1])
         follow_policy(run, updates[-1])
 
@@ -103,12 +103,13 @@ def grpo_loss(config: GRPOConfig, new: LogProbs, batch: Batch) -> tuple[dict, di
     """Compute the terms of the loss of some completions, under the policy as it is now.
 
         loss = policy_loss + kl_coef * KL - entropy_coef * entropy + VALUE_COEF * value_loss
-        KL   = exp(logp - trainer_logp) * (exp(x) - x - 1), x = reference logp - logp, by default
+        KL   = exp(logp - trainer_logp) * (exp(x) - x - 1) by default, with x = reference_logp - logp, and
+               trainer_logp = logp before the updates
 
     new      (b, T) log-probabilities, entropy, values, with gradient
     batch    (b, T) what was computed before the updates; weights: the factor of each token in the loss
-    returns  terms, scalars whose sum is the loss; and metrics: tensors (b, T), of which the mean over tokens
-             is logged, and scalars, which add up. Terms are logged too
+    returns  terms, scalars whose sum is the loss; and metrics: tensors (b, T), which are averaged over the
+             tokens that are forwarded, and scalars, which are summed. All are logged
     """
     mask, weights = batch.mask, batch.weights
     loss, metrics = policy_loss(
@@ -128,9 +129,8 @@ def grpo_loss(config: GRPOConfig, new: LogProbs, batch: Batch) -> tuple[dict, di
 
 def sample_groups(run: Run, examples: list[dict]) -> Groups:
     """Sample and score a group for each example. --dynamic_sampling replaces tied ones, by new prompts."""
-    config, progress = run.config.grpo, run.progress
-
     def sample(examples: list[dict], attempt: int) -> Groups:
+        config, progress = run.config.grpo, run.progress
         seeds = [(run.config.training.seed, progress.step, attempt, p) for p in range(len(examples))]
         groups = sample_and_score(run.policy, examples, seeds, config, **run.scoring)
         groups = replace(groups, rewards=shape_rewards(config, groups))
@@ -138,12 +138,17 @@ def sample_groups(run: Run, examples: list[dict]) -> Groups:
         return groups
 
     groups = sample(examples, attempt=0)
-    for attempt in range(1, config.dynamic_sampling + 1):  # DAPO: arXiv:2503.14476 sec. 3.2
-        tied = groups.without_signal(config)              # (P,); after the last attempt they stay
+    for attempt in range(1, run.config.grpo.dynamic_sampling + 1):               # arXiv:2503.14476 sec. 3.2
+        tied = groups.without_signal(run.config.grpo)     # (P,); after the last attempt they stay
         if not tied.any():
             break
         groups = groups.replace(tied, sample(run.batches.take(int(tied.sum())), attempt))
     return groups
+
+
+def seed_of_order(run: Run) -> int:
+    """Return the seed of the order of minibatches in this step."""
+    return (run.config.training.seed << 32) + run.progress.step
 
 
 def group_advantages(rewards: torch.Tensor, config: GRPOConfig, global_mean: float) -> torch.Tensor:
@@ -194,7 +199,7 @@ def supervised_loss(new: LogProbs, batch: Batch) -> tuple[dict, dict]:
 def train(config: Config, *, on_step: Callable | None = None, **objects) -> tuple:
     """Train, and return model and tokenizer. objects: reward_functions, dataset, ... as for set_up.
 
-    on_step  called as on_step(run, metrics, batch) after each step; batch: its Experience
+    on_step  called as on_step(run, metrics, experience) after each step
     """
     run = set_up(resumed(config), **objects)
     training_loop(run, on_step)
@@ -202,7 +207,7 @@ def train(config: Config, *, on_step: Callable | None = None, **objects) -> tupl
 
 
 def training_loop(run: Run, on_step: Callable | None = None) -> None:
-    """Take the steps of all phases, and write what they learned to final/ in the run folder.
+    """Take the steps of all phases, and write the trained model to final/ in the run folder.
 
     evaluation    before the first step of a new run, every eval_steps of a phase, and at its end
     checkpoint    every --save_steps, at the end of a phase, at a stop, and in front of a step that raises
@@ -239,7 +244,7 @@ def main(argv: list[str]) -> None:
 
             print_rewards(run)
     if not run.config.training.check:
-        with exit_on_errors("train.py", mistakes=()):
+        with exit_on_errors("train.py", mistakes=()):     # in training a ValueError is a bug
             training_loop(run)
     shutdown()
 

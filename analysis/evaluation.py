@@ -9,6 +9,7 @@ import math
 from collections import Counter
 
 import numpy as np
+from torch import Tensor
 
 from experience import Groups
 from rewards import correctness, extract_answer, same_answer, text_of
@@ -62,11 +63,7 @@ def estimate_all(groups: Groups) -> dict[str, dict]:
     """Estimate, by estimate_mean: reward/<function>; accuracy, if answers are known; with n > 1 completions
     of each problem pass@k and majority@n.
     """
-    estimates = {}
-    for name, rewards in groups.per_function.items():
-        means = rewards.nanmean(dim=1)                                           # (P,)
-        is_share = set(rewards[~rewards.isnan()].tolist()) == {0.0, 1.0}
-        estimates[f"reward/{name}"] = estimate_mean(means[~means.isnan()].numpy(), is_share)
+    estimates = {f"reward/{name}": estimate_rewards(rewards) for name, rewards in groups.per_function.items()}
     correct = groups.per_function["correctness"]                                 # (P, n)
     known = [p for p, row in enumerate(correct.tolist()) if not any(map(math.isnan, row))]
     if not known:
@@ -81,6 +78,13 @@ def estimate_all(groups: Groups) -> dict[str, dict]:
         values[f"majority@{n}"] = [
             majority_vote(completions[p * n : (p + 1) * n], examples[p]["answer"]) for p in known]
     return {name: estimate_mean(np.array(of_one), True) for name, of_one in values.items()} | estimates
+
+
+def estimate_rewards(rewards: Tensor) -> dict:
+    """Estimate, by estimate_mean, the mean of rewards (P, n); NaN where a function could not score."""
+    means = rewards.nanmean(dim=1)                                               # (P,)
+    is_share = set(rewards[~rewards.isnan()].tolist()) == {0.0, 1.0}
+    return estimate_mean(means[~means.isnan()].numpy(), is_share)
 
 
 def estimate_mean(values: np.ndarray, is_share: bool) -> dict:

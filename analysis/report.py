@@ -5,13 +5,14 @@ Read what runs have written: the report of one, a static HTML page, and the tabl
     python infer.py --report RUN RUN ...                        prints the table
 
 report.html beside this module is a Jinja template. Text of models and data sets is not trusted: Jinja escapes
-all that it inserts, and the page has no script.
+all that it inserts, and the page has no script; in text for a terminal, control characters are escaped.
 """
 
 import base64
 import fnmatch
 import io
 import math
+import re
 from contextlib import suppress
 from functools import cache
 from itertools import groupby
@@ -45,6 +46,7 @@ NUMBERS = {                     # of a token, in its title: name -> field of rol
 }
 # Settings in which runs of one variant differ: the last two change when memory runs out.
 OF_A_RUN = "seed", "output_dir", "max_tokens_per_forward", "generation_batch_size"
+CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 
 def write_report(folder: Path) -> Path:
@@ -218,7 +220,12 @@ def compare_runs(folders: list[Path]) -> str:
             results = [mean_and_range([run[when].get(metric) for run in members]) for metric, when in columns]
             rows.append([*values, f"mean (range) of {len(members)}", "", "", *results])
     form = "  ".join(f"{{:<{max(map(len, column))}}}" for column in zip(*rows, strict=True))
-    return "\n".join(form.format(*row).rstrip() for row in rows)
+    return escape("\n".join(form.format(*row).rstrip() for row in rows))
+
+
+def escape(text: str) -> str:
+    """Replace what a terminal acts on, but for newline and tab, by escapes such as \\x1b."""
+    return CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def mean_and_range(values: list[float | None]) -> str:

@@ -11,6 +11,7 @@ import math
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -62,14 +63,14 @@ class DevicePolicy(Policy):
         group_size = num_completions or config.num_completions_per_prompt
         at_once = config.generation_batch_size or len(prompts) * group_size
 
-        def sample(at_once: int) -> Rollout:
+        def attempt(at_once: int) -> Rollout:
             sample_batches = self.sampler.sample if self.sampler else self.sample_batches
             return sample_batches(
                 prompts, replace(config, generation_batch_size=at_once), seeds, num_completions=group_size,
                 reply=reply)
 
         restart = getattr(reply, "restart", None)
-        return self.halving("generation_batch_size", at_once, group_size, sample, restart)
+        return self.halving("generation_batch_size", at_once, group_size, attempt, restart)
 
     def sample_batches(self, prompts: list, config, seeds, **options) -> Rollout:
         """Sample config.generation_batch_size completions at a time."""
@@ -81,19 +82,15 @@ class DevicePolicy(Policy):
 
     def log_probs(self, rollout: Rollout, rows: Tensor | None = None, *, reference=None) -> LogProbs:
         """As Policy.log_probs. Each process forwards some of the rows, and gets the results of all."""
-        def log_probs(_) -> LogProbs:
-            return super(DevicePolicy, self).log_probs(rollout, rows, reference=reference)
-
+        compute = partial(super().log_probs, rollout, rows, reference=reference)
         with moved_to(self.model, self.device):           # from the CPU, with --reference_offload
-            results = self.halving_max_tokens(rollout, log_probs)
+            results = self.halving_max_tokens(rollout, compute)
         return LogProbs(**{name: self.ranks.sum(x) for name, x in results.computed().items()})
 
     def add_gradients(self, batch, rows: Tensor, loss_fn: Callable, reference) -> list[float]:
         """As Policy.add_gradients, over all processes."""
-        def add_gradients(_) -> list[float]:
-            return super(DevicePolicy, self).add_gradients(batch, rows, loss_fn, reference)
-
-        sums = self.halving_max_tokens(batch.rollout, add_gradients)
+        compute = partial(super().add_gradients, batch, rows, loss_fn, reference)
+        sums = self.halving_max_tokens(batch.rollout, compute)
         return self.ranks.sum(torch.tensor(sums, dtype=torch.float64)).tolist()
 
     def optimizer_step(self, max_grad_norm: float = math.inf) -> dict:
@@ -111,8 +108,10 @@ class DevicePolicy(Policy):
     def forward_passes(
         self, rollout: Rollout, rows: Tensor, reference=None
     ) -> Iterator[tuple[Tensor, LogProbs]]:
-        """As Policy.forward_passes, those of this process. A pass of a sharded model needs all processes: one
-        that has fewer forwards rows of another one's, and yields none of them.
+        """As Policy.forward_passes, those of this process.
+
+        A pass of a sharded model needs all processes. A process without a part repeats the last one, and
+        yields a result of no rows.
         """
         parts = self.split(rollout, rows)
         cut_graph(self.device)
@@ -155,17 +154,17 @@ class DevicePolicy(Policy):
     # ---- memory --------------------------------------------------------------------------------------------
 
     def halving_max_tokens(self, rollout: Rollout, compute: Callable):
-        """Return compute(max_tokens), as halving. Before a repeat the gradient is cleared."""
-        def compute_with(max_tokens: int):
+        """Return compute(), as halving, with self.max_tokens halved, and the gradient cleared first."""
+        def attempt(max_tokens: int):
             self.max_tokens = max_tokens
-            return compute(max_tokens)
+            return compute()
 
         def clear() -> None:
             for module in filter(None, (self.model, self.value_head)):
                 module.zero_grad()
 
         longest = rollout.prompt_mask.sum(dim=1).max() + completion_lengths(rollout.completion_mask).max()
-        return self.halving("max_tokens_per_forward", self.max_tokens, int(longest), compute_with, clear)
+        return self.halving("max_tokens_per_forward", self.max_tokens, int(longest), attempt, clear)
 
     def halving(
         self, flag: str, value: int, least: int, compute: Callable, before_repeat: Callable | None = None

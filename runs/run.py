@@ -44,12 +44,12 @@ class Progress:
     best_step: int = -1                                   # of the policy in best/; -1: there is none
     best_score: float = -math.inf                         # its held-out score
     skipped: int = 0                                      # steps that were not finite and changed nothing
-    skipped_in_a_row: int = 0                             # the latest of them
+    skipped_in_a_row: int = 0                             # of these, the latest without another in between
     reward_sum: float = 0.0                               # of all completions of the steps so far
     reward_count: int = 0                                 # number of these completions
 
     def count(self, update: dict) -> None:
-        """Count an update. skipped_in_a_row omits those that a smaller loss_scale of float16 may cure."""
+        """Count an update. skipped_in_a_row leaves out overflows of float16 that a smaller scale may cure."""
         self.step, self.phase_step = self.step + 1, self.phase_step + 1
         self.skipped += update["skipped"]
         if not update["skipped"]:
@@ -71,9 +71,9 @@ class Progress:
 
 @dataclass
 class Run:
-    """Everything that a run consists of."""
+    """The objects of a run, what happens around its steps, and its checkpoints."""
 
-    # Constants.
+    # Set up once; of config some limits are halved when memory runs out.
     config: Config
     folder: RunFolder
     reward_functions: list[Callable]
@@ -182,7 +182,7 @@ class Run:
 
     @contextmanager
     def saved_on_error(self):
-        """Save a checkpoint in front of a step or evaluation that raises: a resumed run repeats it.
+        """If a step or an evaluation raises, save the state from before it: a resumed run repeats it.
 
         There is none after an update, when weights and optimiser may be between two states, and in several
         processes after errors that not all of them raise. The global random generators, which reward
@@ -211,22 +211,22 @@ class Run:
             with self.saved_on_error():
                 evaluate_and_log(self)
 
-    def log_step(self, metrics: dict, batch: Experience, on_step: Callable | None = None) -> None:
-        """Write and print the metrics of a step, and call on_step(run, metrics, batch).
+    def log_step(self, metrics: dict, experience: Experience, on_step: Callable | None = None) -> None:
+        """Write and print the metrics of a step, and call on_step(run, metrics, experience).
 
         Every --log_rollouts_every steps write its completions. End the run after MOST_SKIPPED skipped steps.
         """
         with self.saved_on_error():                       # the step is complete: it is not repeated
-            self.write_step(metrics, batch)
+            self.write_step(metrics, experience)
             if on_step:
-                on_step(self, metrics, batch)
+                on_step(self, metrics, experience)
         if self.progress.skipped_in_a_row >= MOST_SKIPPED:
             checkpoint = self.save_checkpoint()
             raise RunError(
                 f"{MOST_SKIPPED} steps in a row had a loss or gradient that is not finite. The weights "
                 f"before them are in {checkpoint}, the batches in skipped.jsonl; lower --learning_rate")
 
-    def write_step(self, metrics: dict, batch: Experience) -> None:
+    def write_step(self, metrics: dict, experience: Experience) -> None:
         """Write and print the metrics of a step, and some of its completions."""
         folder, step, phase = self.folder, self.progress.step, self.phase.name
         metrics |= {
@@ -236,14 +236,14 @@ class Run:
         }
         records = []
         if phase == "grpo":
-            if failures := batch.groups.reports.failures:
+            if failures := experience.groups.reports.failures:
                 folder.append("reward_errors.jsonl", step, phase, failures)
             before, every = step - metrics["updates"], self.config.training.log_rollouts_every
             if is_due(before - 1, step - 1, every):       # the updates include step 1, 1 + n, ...
-                records = completion_records(batch)
+                records = completion_records(experience)
                 folder.append("rollouts.jsonl", step, phase, records)
         if metrics["skipped"]:
-            folder.append("skipped.jsonl", step, phase, completion_records(batch))
+            folder.append("skipped.jsonl", step, phase, completion_records(experience))
         folder.log(step, phase, metrics)
         self.console.print_step(phase, self.progress.phase_step, self.phase.steps, step, metrics)
         if records:

@@ -1,4 +1,4 @@
-"""infer.py: answers to a question, evaluations and what --json writes, reports, and mistakes in one line."""
+"""infer.py: answers to a question, evaluations and what --json writes, and mistakes in one line."""
 
 import json
 import math
@@ -10,7 +10,7 @@ import torch
 
 import infer
 import sample
-from analysis import evaluation, report
+from analysis import evaluation
 from config import DEFAULTS, Config
 from data import load_examples
 from engine import make_engine
@@ -69,7 +69,7 @@ def test_the_prompt_of_a_question_has_the_instruction_and_a_conversation_shows_i
 
 def test_answers_do_not_wait_for_the_check_of_packing_and_are_marked_if_truncated(folder, capsys, monkeypatch):
     monkeypatch.setattr(infer, "choose_engine", lambda *_: pytest.fail("seconds"))
-    flags = ["--question", "1+1=?", "--generation_max_length", "2"]
+    flags = ["--question", "1+1=?", "--generation_max_length", "2", "--seed", "1"]        # draws far from 0, that is from a stop token
     infer.main([*flags, "--model_path", folder, "--samples", "3"])
     printed = capsys.readouterr()
     assert printed.out.count("(truncated at --generation_max_length=2)\n") == 3 and printed.err == ""
@@ -79,7 +79,7 @@ def test_answers_do_not_wait_for_the_check_of_packing_and_are_marked_if_truncate
 
 def test_a_model_that_only_answers_is_frozen_and_stored_in_the_precision_it_computes_in(folder, monkeypatch):
     engines = []
-    monkeypatch.setattr(infer, "print_answers", lambda args: infer.sample_answers(args, [{"prompt": "1"}]))
+    monkeypatch.setattr(infer, "print_answers", lambda *_: None)
     monkeypatch.setattr(evaluation, "sample_and_score_problems", lambda engine, *_, **options: engines.append(engine))
     for precision in "auto", "bfloat16":
         infer.main(["--model_path", folder, "--question", "1", "--precision", precision])
@@ -93,6 +93,9 @@ def test_a_model_that_only_answers_is_frozen_and_stored_in_the_precision_it_comp
 MINE = '''
 def length(completions, **columns):
     return [float(len(text)) for text in completions]
+
+def first_half(completions, prompts, **columns):
+    return [float(prompt < "p4") for prompt in prompts]
 
 def later(completions, prompts, **columns):
     return [None if prompt == "p0" else 2.0 for prompt in prompts]
@@ -195,6 +198,12 @@ def test_what_a_function_could_not_score_is_left_out(folder, tmp_path, prompts, 
     assert f"reward/length {statistics.mean(lengths):.3f} [{statistics.mean(lengths) - half:.3f}, " in printed
 
 
+def test_a_function_alone_and_the_sum_have_the_same_interval(folder, tmp_path, prompts, capsys):
+    infer.main(["--model_path", folder, *prompts, "--reward_functions", f"{tmp_path}/mine.py:first_half"])
+    function, total = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"reward/first_half 0.500 \[.*\] of 8", function) and total == function.replace("/first_half", "")
+
+
 def test_a_function_that_raises_is_one_line_or_unscored(folder, tmp_path, prompts):
     argv = ["--model_path", folder, *prompts, "--reward_functions", f"{tmp_path}/mine.py:strict"]
     with pytest.raises(RunError, match=r"^reward function strict raised ValueError: first line second line \(mine.py.*on 8 completions"):
@@ -238,13 +247,7 @@ def test_an_answer_form_that_no_completion_has_is_mentioned(folder, scripted, ca
         assert (capsys.readouterr().err == "no completion has an <answer>...</answer>: ask for it with --instruction\n") == noted
 
 
-# ---- reports and mistakes -------------------------------------------------------------------------------------------
-
-
-def test_a_report_of_several_runs_compares_them(monkeypatch, capsys):
-    monkeypatch.setattr(report, "compare_runs", lambda folders: " and ".join(folder.name for folder in folders), raising=False)
-    infer.main(["--report", "outputs/a", "outputs/b"])
-    assert capsys.readouterr().out == "a and b\n"
+# ---- mistakes and defaults ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("flags,message", [
@@ -252,11 +255,11 @@ def test_a_report_of_several_runs_compares_them(monkeypatch, capsys):
     ("--question q --evaluate arithmetic", "not allowed with argument --question"),
     ("--question q --json a.json", "--json and --reward_functions: need --evaluate"),
     ("--question q --reward_functions countdown", "--json and --reward_functions: need --evaluate"),
-    ("--question q --instuction q", "--instuction: unknown flag; did you mean --instruction?"),
     ("--question q --generation_top_p 2", "--generation_top_p=2.0: must be above 0"),
     ("--question q --max_turns 3", "no environment continues the conversation"),
     ("--question q --precision float8", "--precision=float8: choose one of"),
     ("--evaluate arithmetic --samples 0", "--samples=0: must be at least 1"),
+    ("--evaluate arithmetic --limit -1", "--limit=-1: must be at least 0"),
     ("--evaluate arithmetic --split foo", "split=foo: built-in problems have the splits train and test"),
     ("--evaluate arithmetic --json {tmp}/no/such.json", "No such file or directory: '.*/no/such.json'"),
     ("--evaluate {tmp}/bare.jsonl --json {tmp}/link.jsonl", "link.jsonl: is the file of the problems"),
@@ -285,18 +288,12 @@ def test_a_prompt_beyond_the_positions_of_the_model_is_one_line(folder, tmp_path
         infer.main(["--model_path", folder, "--evaluate", file, "--generation_max_length", "6"])
 
 
-def test_settings_of_other_runs_do_not_control_the_terminal(tmp_path, capsys):
-    for name, instruction in ("a", "x"), ("b", "\x1b]0;title\x07"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(json.dumps({"instruction": instruction}))
-        (tmp_path / name / "metrics.jsonl").write_text('{"step": 0, "phase": "eval", "eval_accuracy": 0.5}\n')
-    infer.main(["--report", str(tmp_path / "a"), str(tmp_path / "b")])
-    assert "\\x1b]0;title\\x07" in capsys.readouterr().out
-
-
 def test_flags_that_are_not_given_have_the_defaults_of_the_configuration():
     """trust_remote_code above all."""
     args = vars(infer.parse_arguments(["--question", "1+1=?"]))
-    same = set(infer.FLAGS_OF_CONFIG) - {"reward_functions", "generation_batch_size", *infer.WHOLE}
-    assert {name: args[name] for name in same} == {name: DEFAULTS[name] for name in same}
+    own = {"reward_functions": ["correctness"], "generation_batch_size": 64,
+           "generation_temperature": 1.0, "generation_top_p": 1.0, "generation_top_k": 0}
+    assert (args["samples"], args["split"], args["limit"]) == (1, "test", 256)
+    shared = args.keys() & DEFAULTS.keys()
+    assert len(shared) == 22 and {name: args[name] for name in shared} == {name: DEFAULTS[name] for name in shared} | own
     assert vars(infer.parse_arguments(["--question", "q", "--trust_remote_code"]))["trust_remote_code"] is True
