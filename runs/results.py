@@ -5,7 +5,6 @@ and at its end the report and the summary.
 
 import math
 
-from analysis.evaluation import evaluate
 from engine.errors import first_line
 from rewards import name_of
 from runs.checkpoint import write_policy
@@ -16,6 +15,8 @@ from sources.settings import read_settings
 
 def evaluate_and_log(run) -> None:
     """Evaluate the policy of a Run on its held-out problems, log the result, and write best/."""
+    from analysis.evaluation import evaluate  # here: with evaluations alone
+
     progress, training = run.progress, run.config.training
     result = evaluate(
         run.policy, run.eval_set, run.config.grpo, seed=training.seed, **run.scoring | {"weights": None})
@@ -39,7 +40,7 @@ def held_out_score(run, result: dict) -> float:
     return sum(known) if known else math.nan
 
 
-def write_report(folder: RunFolder) -> None:
+def write_curves_and_report(folder: RunFolder) -> None:
     """Write curves.png and report.html. An error is one line: they do not decide how a run ends."""
     from analysis import report  # here: what reads a run is no part of its steps
 
