@@ -4,6 +4,7 @@ and at its end the report and the summary.
 """
 
 import math
+from dataclasses import replace
 
 from engine.errors import first_line
 from rewards import name_of
@@ -17,9 +18,11 @@ def evaluate_and_log(run) -> None:
     """Evaluate the policy of a Run on its held-out problems, log the result, and write best/."""
     from analysis.evaluation import evaluate  # here: with evaluations alone
 
-    progress, training = run.progress, run.config.training
+    progress, training, grpo = run.progress, run.config.training, run.config.grpo
+    at_once = grpo.generation_batch_size or run.config.rollout_size              # as many as in a step
+    config = replace(grpo, generation_batch_size=at_once)
     result = evaluate(
-        run.policy, run.eval_set, run.config.grpo, seed=training.seed, **run.scoring | {"weights": None})
+        run.policy, run.eval_set, config, seed=training.seed, **run.scoring | {"weights": None})
     score = held_out_score(run, result)
     if training.keep_best and score > progress.best_score:                       # of equals the first stays
         write_policy(run.policy.model, run.policy.tokenizer, run.folder.path / "best")
