@@ -253,6 +253,9 @@ class Run:
         """Keep a setting that was halved when memory ran out, for the run and its config.json."""
         self.console.print(f"{error}: --{name} {value} -> {half}, and once more")
         part = "grpo" if name == "generation_batch_size" else "training"
+        if part == "training":
+            for policy in filter(None, (self.policy, self.reference)):           # as in a resumed run
+                policy.max_tokens = half
         section = replace(getattr(self.config, part), **{name: half})
         self.config = replace(self.config, **{part: section})
         if self.folder.lock:                              # none where nothing is written (--check)
