@@ -1,6 +1,6 @@
 """
-LoRA adapters (peft): adding one to a model, the parameters that are trained, the reference of an adapter. All
-by peft, as transformers from 5.24 on asks for a newer one than there is.
+LoRA adapters (peft): adding one to a model, saving it, its reference. All by peft, as transformers from 5.24
+on asks for a newer one than there is.
 """
 
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from engine.text_model import linear_layers
+from engine.text_model import linear_layers, trainable_parameters
 
 
 def add_adapter(model: PreTrainedModel, config, saved: bool) -> None:
@@ -41,16 +41,6 @@ def add_adapter(model: PreTrainedModel, config, saved: bool) -> None:
     model.eval()                                          # without the adapter's dropout
     if saved:
         set_peft_model_state_dict(model, load_peft_weights(config.model_path, device="cpu"))
-
-
-def has_adapter(model: PreTrainedModel) -> bool:
-    """Return whether an adapter is trained instead of the weights."""
-    return bool(adapted_weights(model))
-
-
-def trainable_parameters(model: PreTrainedModel) -> list[torch.nn.Parameter]:
-    """Return the parameters that are trained: those of the text model, or the adapter's."""
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def save_adapter(model: PreTrainedModel, tokenizer, folder, weights: dict[str, torch.Tensor]) -> None:

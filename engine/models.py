@@ -18,12 +18,11 @@ from transformers import (
 from transformers.utils import logging
 
 import model as core
-from engine.adapters import AdapterReference, add_adapter, has_adapter, save_adapter
 from engine.devices import is_main
 from engine.errors import in_one_line
 from engine.precision import precision_of, round_frozen_weights, with_precision
 from engine.sharding import full_tensor, loading_shards, reshard, set_tensor, shard, shard_weights
-from engine.text_model import freeze_towers
+from engine.text_model import freeze_towers, has_adapter
 
 logging.disable_progress_bar()                            # a run has one of its own
 
@@ -53,6 +52,8 @@ def load_any_policy(config, *, trainable: bool = True):
         tokenizer = core.load_tokenizer(config)
         policy = load_text_weights(config) if config.model_path else core.tiny_gemma(tokenizer, config)
         if adapter or config.lora_rank:
+            from engine.adapters import add_adapter       # here, as below: with an adapter alone
+
             add_adapter(policy, config, bool(adapter))
         if not trainable:
             policy.requires_grad_(False)
@@ -138,6 +139,8 @@ def make_reference(model: PreTrainedModel, *, exact: bool = False):
     exact  keep all weights in float32, for a moving average: in 16 bits its small steps would be rounded away
     """
     if has_adapter(model):
+        from engine.adapters import AdapterReference
+
         return AdapterReference(model)
     if not hasattr(model, "mesh"):
         reference = core.frozen_copy(model)
@@ -172,5 +175,11 @@ def save_any_policy(model: PreTrainedModel, tokenizer, folder: Path, weights: di
     weights  full_state_dict(model), if it has been gathered already; otherwise all ranks must call this
     """
     weights = full_state_dict(model) if weights is None else weights
-    if is_main():
-        (save_adapter if has_adapter(model) else core.save_policy)(model, tokenizer, folder, weights)
+    if not is_main():
+        return
+    if has_adapter(model):
+        from engine.adapters import save_adapter
+
+        save_adapter(model, tokenizer, folder, weights)
+    else:
+        core.save_policy(model, tokenizer, folder, weights)

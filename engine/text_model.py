@@ -34,6 +34,16 @@ def freeze_towers(model: PreTrainedModel) -> None:
         parameter.requires_grad_(parameter in used)
 
 
+def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that are trained: those of the text model, or an adapter's."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def has_adapter(model: PreTrainedModel) -> bool:
+    """Return True if an adapter is trained instead of the weights."""
+    return any(hasattr(module, "lora_A") for module in model.modules())
+
+
 def linear_layers(model: PreTrainedModel) -> list[str]:
     """Return the names of the text model's linear layers, without the head and without routers of experts."""
     inside = next(name for name, module in model.named_modules() if module is text_model(model))

@@ -16,7 +16,7 @@ from reward_functions.calling import PROVIDED, accepted, missing_columns
 from rewards import name_of, text_of
 from sources import GYM
 
-BUILT_IN = {name: getattr(reward_functions, name) for name in MODULE_OF if name not in MAKERS}
+BUILT_IN = tuple(name for name in MODULE_OF if name not in MAKERS)      # imported when they are asked for
 
 
 def load_reward_function(name: str | Callable) -> Callable:
@@ -27,9 +27,12 @@ def load_reward_function(name: str | Callable) -> Callable:
         from sources.gym_tasks import scorer              # here: for these tasks alone
 
         return scorer(name)
-    function = name if callable(name) else BUILT_IN.get(name)
-    if function is None:
-        function = function_from_file("reward_functions", name, tuple(BUILT_IN))
+    if callable(name):
+        function = name
+    elif name in BUILT_IN:
+        function = getattr(reward_functions, name)
+    else:
+        function = function_from_file("reward_functions", name, BUILT_IN)
     return function if as_name(function) in BUILT_IN else check_signature(function, as_name(name))
 
 
@@ -115,4 +118,6 @@ def as_name(given) -> str:
     """
     if isinstance(given, str):
         return given
-    return name_of(given) if BUILT_IN.get(name_of(given)) is given else f"python:{name_of(given)}"
+    name = name_of(given)
+    is_built_in = name in BUILT_IN and getattr(reward_functions, name) is given
+    return name if is_built_in else f"python:{name}"

@@ -12,9 +12,9 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from config import Config
-from engine.adapters import trainable_parameters
 from engine.errors import RunError
 from engine.models import make_reference, move
+from engine.text_model import trainable_parameters
 from model import ValueHead
 from policy import Policy
 

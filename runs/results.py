@@ -4,8 +4,8 @@ and at its end the report and the summary.
 """
 
 import math
+from dataclasses import replace
 
-from analysis.evaluation import evaluate
 from engine.errors import first_line
 from rewards import name_of
 from runs.checkpoint import write_policy
@@ -16,9 +16,13 @@ from sources.settings import read_settings
 
 def evaluate_and_log(run) -> None:
     """Evaluate the policy of a Run on its held-out problems, log the result, and write best/."""
-    progress, training = run.progress, run.config.training
+    from analysis.evaluation import evaluate  # here: with evaluations alone
+
+    progress, training, grpo = run.progress, run.config.training, run.config.grpo
+    at_once = grpo.generation_batch_size or run.config.rollout_size              # as many as in a step
+    config = replace(grpo, generation_batch_size=at_once)
     result = evaluate(
-        run.policy, run.eval_set, run.config.grpo, seed=training.seed, **run.scoring | {"weights": None})
+        run.policy, run.eval_set, config, seed=training.seed, **run.scoring | {"weights": None})
     score = held_out_score(run, result)
     if training.keep_best and score > progress.best_score:                       # of equals the first stays
         write_policy(run.policy.model, run.policy.tokenizer, run.folder.path / "best")
@@ -39,7 +43,7 @@ def held_out_score(run, result: dict) -> float:
     return sum(known) if known else math.nan
 
 
-def write_report(folder: RunFolder) -> None:
+def write_curves_and_report(folder: RunFolder) -> None:
     """Write curves.png and report.html. An error is one line: they do not decide how a run ends."""
     from analysis import report  # here: what reads a run is no part of its steps
 

@@ -27,7 +27,7 @@ from runs.console import RunConsole
 from runs.errors import RAISED_BY_ALL, StopOnSignal
 from runs.folder import RunFolder, completion_records
 from runs.phases import Phase, first_reference, is_due, train_in_phase
-from runs.results import evaluate_and_log, print_summary, write_report
+from runs.results import evaluate_and_log, print_summary, write_curves_and_report
 
 MOST_SKIPPED = 3                # steps in a row without a finite loss or gradient that end a run
 
@@ -140,7 +140,7 @@ class Run:
             try:
                 yield stop
             finally:
-                write_report(self.folder)
+                write_curves_and_report(self.folder)
 
     def phases_left(self) -> Iterator[Phase]:
         """Begin, yield, end and save each phase from the current one on. Write final/ after the last."""
@@ -253,6 +253,9 @@ class Run:
         """Keep a setting that was halved when memory ran out, for the run and its config.json."""
         self.console.print(f"{error}: --{name} {value} -> {half}, and once more")
         part = "grpo" if name == "generation_batch_size" else "training"
+        if part == "training":
+            for policy in filter(None, (self.policy, self.reference)):           # as in a resumed run
+                policy.max_tokens = half
         section = replace(getattr(self.config, part), **{name: half})
         self.config = replace(self.config, **{part: section})
         if self.folder.lock:                              # none where nothing is written (--check)

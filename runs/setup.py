@@ -24,7 +24,6 @@ from engine.models import (
 )
 from engine.precision import resolve_precision
 from engine.ranks import Ranks
-from engine.reference import compare_tokenizers, load_reference, load_teacher, validate_reference
 from engine.sharding import shard
 from model import load_policy
 from policy import Policy
@@ -181,6 +180,8 @@ def set_up(
     tokenizer = load_any_tokenizer(model_config)
     has_teacher = training.use_grpo and config.grpo.reference_path
     if has_teacher and reference is None:
+        from engine.reference import compare_tokenizers   # here, as below: with a teacher, or resumed
+
         compare_tokenizers(tokenizer, config)
     if training.use_grpo and names == ["none"] and not has_teacher:
         raise ValueError("--reward_functions=none: teaches nothing without a teacher; add --reference_path")
@@ -209,8 +210,12 @@ def set_up(
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     refuse_long_demonstrations(config, train_set, tokenizer, stop_token_ids(model, tokenizer), positions)
     if has_teacher and reference is None:
+        from engine.reference import load_teacher
+
         reference = load_teacher(config, model)
     if reference is not None:
+        from engine.reference import validate_reference
+
         validate_reference(reference, model, tokenizer, config)
     policy = start_up_check(
         model, tokenizer, train_set, config, engine, reference, longest, console.print)
@@ -218,6 +223,8 @@ def set_up(
         config, folder, functions, environment, train_set, eval_set, phases, ranks, policy,
         make_optimizer=optimizer, teacher=reference)
     if checkpoint:
+        from engine.reference import load_reference
+
         run.restore(checkpoint)
         if saved := load_reference(model, config, checkpoint, run.saved_state):
             run.reference = policy.like(saved)

@@ -11,7 +11,6 @@ from data import read_json_lines
 from engine.errors import first_line
 from guards import parse_json, require_sequence
 from sources import GYM
-from sources.published_forms import as_published
 from sources.tasks import PROBLEMS
 
 SUFFIXES = ".jsonl", ".json", ".csv", ".parquet"
@@ -42,6 +41,8 @@ def read_rows(source: str | Sequence, split: str, seed: int, columns: dict[str, 
         rows = read_file(source)
     else:
         rows = read_hub(source, split)
+    from sources.published_forms import as_published      # here: the built-in problems need none of them
+
     return (as_published(row, columns) for row in rows)
 
 

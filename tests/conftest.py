@@ -22,9 +22,9 @@ from transformers import (
 import train
 from config import GRPOConfig, ModelConfig
 from engine import make_engine
-from engine.adapters import trainable_parameters
 from experience import Groups, compute_experience
 from engine.models import make_reference, load_any_policy, save_any_policy
+from engine.text_model import trainable_parameters
 from data import Batches
 from model import ValueHead, byte_tokenizer
 from runs.command_line import parse_config

@@ -2,7 +2,8 @@
 
 import random
 
-from sources.batches import Batches, prompt_key
+from data import Batches
+from sources.training_data import prompt_key
 
 
 def test_prompts_that_say_the_same_have_one_key_and_others_have_not():

@@ -17,7 +17,6 @@ import train
 from analysis.reward_linter import lint
 from config import GRPOConfig, ModelConfig
 from engine.models import load_any_policy, save_any_policy
-from environments import OPEN
 from reward_functions.loading import load_reward_function
 from rewards import correctness
 from sources import load_examples
@@ -117,4 +116,4 @@ def test_the_reward_functions_give_what_they_say_and_pass_the_linter(model, toke
 @pytest.mark.slow
 def test_the_settings_of_the_adventure_train(shortened, tmp_path):
     train.main(["examples/adventure.json"])
-    assert (tmp_path / "run1/final").exists() and OPEN == []
+    assert (tmp_path / "run1/final").exists()

@@ -1,4 +1,4 @@
-"""The direction of imports: nothing imports from a layer above its own, and no modules import each other in a circle."""
+"""The direction of imports: nothing imports from a layer above its own, and none in a circle; how many files a step reaches."""
 
 import ast
 import importlib
@@ -9,7 +9,10 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+from conftest import start_run
 from project_files import ROOT, modules_of_the_program
+
+import train
 
 LAYERS = [                      # modules and packages, the lowest layer first
     ("grpo", "logprobs", "rewards", "guards", "data", "config"),
@@ -66,6 +69,29 @@ def test_the_installation_declares_every_module_package_and_data_file():
     assert data == {ROOT / package / name for package, names in setuptools["package-data"].items() for name in names}
     module, _, function = project["scripts"]["plain-grpo"].partition(":")
     assert callable(getattr(importlib.import_module(module), function))
+
+
+def test_importing_train_loads_what_a_default_run_needs_and_nothing_else():
+    code = "import sys, train; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    loaded = modules().keys() & set(done.stdout.split())
+    chosen = {"engine.vllm_engine", "engine.shared", "engine.adapters", "engine.reference", "environments.conversations"}
+    assert not {name for name in loaded if name.startswith("analysis.")} | loaded & chosen
+    assert len(loaded) <= 38, sorted(loaded)
+
+
+def test_a_plain_step_visits_few_files_and_train_py_few_members_of_run(tmp_path):
+    run, visited = start_run(tmp_path, "--use_grpo", "--cold_start_steps", "0", "--engine", "plain"), set()
+    paths = {str(path): name for name, path in modules().items()}
+    sys.setprofile(lambda frame, event, _: visited.add(paths.get(frame.f_code.co_filename)))
+    try:
+        train.grpo_training_step(run, next(run.batches))
+    finally:
+        sys.setprofile(None)
+    assert {"train", "policy", "experience", "grpo"} < visited and len(visited - {None}) <= 14, visited
+    names = [node for node in ast.walk(ast.parse((ROOT / "train.py").read_text())) if isinstance(node, ast.Attribute)]
+    members = {node.attr for node in names if isinstance(node.value, ast.Name) and node.value.id == "run"}
+    assert len(members) <= 15 and all(hasattr(run, name) for name in members), members
 
 
 @pytest.mark.slow

@@ -12,7 +12,8 @@ import infer
 import train
 from config import GRPOConfig, ModelConfig
 from engine import make_engine
-from engine.adapters import AdapterReference, has_adapter, trainable_parameters
+from engine.adapters import AdapterReference
+from engine.text_model import has_adapter, trainable_parameters
 from engine.models import follow_policy, make_reference, load_any_policy, save_any_policy
 from engine.precision import with_precision
 from runs.folder import read_jsonl

@@ -12,10 +12,10 @@ import torch
 import rewards
 from config import GRPOConfig
 from sources import load_examples
-from experience import shape_rewards
+from experience import combine_and_clip
 from grpo import compute_group_advantages
 from reward_functions import check_answer, math_equality
-from reward_functions.loading import BUILT_IN
+from reward_functions.loading import BUILT_IN, load_reward_function
 from rewards import compute_rewards_for_completions
 
 needs_math_verify = pytest.mark.skipif(
@@ -115,7 +115,7 @@ def test_nothing_that_a_model_prints_makes_a_reward_function_raise(name, text):
         pytest.skip("needs math-verify")
     columns = {column: [value] * 2 for column, value in COLUMNS.items()}
     columns["answer"] = ["B" if name == "multiple_choice" else "132"] * 2
-    for points in BUILT_IN[name]([text, text], prompts=["p", "p"], **columns):
+    for points in load_reward_function(name)([text, text], prompts=["p", "p"], **columns):
         assert isinstance(points, float) and math.isfinite(points)
 
 
@@ -190,13 +190,13 @@ def test_gdpo_adds_up_the_advantages_of_each_function_by_hand():
     right, short = torch.tensor([[0.0, 1.0, 1.0, 0.0]]).double(), torch.tensor([[0.01, 0.02, 0.03, 0.04]]).double()
     nobody = torch.full((1, 4), torch.nan).double()
     settings = dict(reward_functions=["a", "b", "c"], reward_weights=[1.0, 0.5, 2.0], reward_combination="gdpo")
-    points = shape_rewards(GRPOConfig(**settings), None, right, {"a": right, "b": short, "c": nobody})
+    points = combine_and_clip(GRPOConfig(**settings), right, {"a": right, "b": short, "c": nobody})
     half, third = 0.5 / math.sqrt(1 / 3), 0.01 / math.sqrt(5e-4 / 3)             # deviation / standard deviation (n - 1)
     expected = [-half - 0.75 * third, half - 0.25 * third, half + 0.25 * third, -half + 0.75 * third]
     assert points.tolist()[0] == pytest.approx(expected, rel=1e-5)
     partly = torch.where(right == 1, torch.nan, short)
-    unscored = shape_rewards(GRPOConfig(**settings), None, right, {"a": right, "b": partly, "c": nobody})
+    unscored = combine_and_clip(GRPOConfig(**settings), right, {"a": right, "b": partly, "c": nobody})
     assert torch.equal(unscored.isnan(), partly.isnan())
-    summed = shape_rewards(GRPOConfig(), None, right, {"a": right, "b": short})
+    summed = combine_and_clip(GRPOConfig(), right, {"a": right, "b": short})
     assert torch.equal(summed, right), "the default changes nothing"
     assert (compute_group_advantages(points).argsort() == points.argsort()).all()

@@ -9,10 +9,10 @@ from types import ModuleType
 import pytest
 import torch
 
-from experience import Experience
-import runs.run
 import train
 from conftest import length_reward, run_folder, start_run
+from engine.device_policy import DevicePolicy
+from experience import Batch
 from runs.folder import read_jsonl
 
 
@@ -40,16 +40,16 @@ def test_a_wrong_sampler_ends_the_run_in_the_first_update_that_forwards_a_row(tm
     (tmp_path / "tied.py").write_text(
         "calls = []\ndef tied(completions, prompts, **columns):\n    calls.append(1)\n"
         "    return [float(len(calls) > 1 and p == prompts[0] and len(c)) for c, p in zip(completions, prompts)]\n")
-    real, rollouts = runs.run.sample_completions, []
+    real, rollouts = train.sample_and_score, []
 
     def sampler(*args, **options):
-        rollout = real(*args, **options)
-        rollouts.append(rollout)
+        groups = real(*args, **options)
+        rollouts.append(groups.rollout)
         if len(rollouts) > ("tied" not in flags):
-            rollout.sampling_logp -= 0.05 * rollout.completion_mask
-        return rollout
+            groups.rollout.sampling_logp -= 0.05 * groups.rollout.completion_mask
+        return groups
 
-    monkeypatch.setattr(runs.run, "sample_completions", sampler)
+    monkeypatch.setattr(train, "sample_and_score", sampler)
     flags = flags.format(tied=f"{tmp_path}/tied.py:tied").split() or ["--reward_functions", length_reward(tmp_path)]
     if "--reward_functions" not in flags:
         flags += ["--reward_functions", length_reward(tmp_path)]
@@ -77,8 +77,8 @@ def test_the_hard_assertions_hold_under_python_O(tmp_path, monkeypatch):
 
 
 def test_a_supervised_step_that_is_not_finite_is_skipped_and_its_batch_is_saved(tmp_path, monkeypatch):
-    real = train.optimizer_step
-    monkeypatch.setattr(train, "optimizer_step", lambda run, loss: real(run, float("nan") if run.progress.step == 1 else loss))
+    norms = iter([1.0, math.nan])
+    monkeypatch.setattr(DevicePolicy, "clip_gradient", lambda policy, max_norm: next(norms))
     folder = run_folder(tmp_path / "out", "--max_steps", "2", "--eval_limit", "0")
     assert [line["skipped"] for line in read_jsonl(folder / "metrics.jsonl")] == [0, 1]
     assert {(record["step"], record["phase"]) for record in read_jsonl(folder / "skipped.jsonl")} == {(2, "supervised")}
@@ -89,10 +89,10 @@ def test_a_supervised_step_that_is_not_finite_is_skipped_and_its_batch_is_saved(
 
 def gradient_of(run, step, examples, monkeypatch):
     """What a step would have handed to the optimiser."""
-    run.model.zero_grad()
-    monkeypatch.setattr(train, "optimizer_step", lambda run, loss: {"grad_norm": 0.0, "skipped": 0})
+    run.policy.model.zero_grad()
+    monkeypatch.setattr(run.policy, "optimizer_step", lambda max_norm: {"grad_norm": 0.0, "skipped": 0})
     step(run, examples)
-    return torch.cat([p.grad.flatten() for p in run.model.parameters()])
+    return torch.cat([p.grad.flatten() for p in run.policy.model.parameters()])
 
 
 def half(completions, **columns):
@@ -106,16 +106,17 @@ def test_leaving_out_groups_without_signal_changes_nothing(tmp_path, monkeypatch
     run.config = replace(run.config, grpo=replace(run.config.grpo, reward_functions=["half"]))
     examples = next(run.batches)
     seen = []
-    real = run.engine.log_probs
+    real = run.policy.forward
 
-    def spy(rollout, rows, policy, **options):
+    def spy(rollout, rows, reference):
         seen.extend(rows.tolist())
-        return real(rollout, rows, policy, **options)
+        return real(rollout, rows, reference)
 
-    monkeypatch.setattr(run.engine, "log_probs", spy)
+    monkeypatch.setattr(run.policy, "forward", spy)
     without = gradient_of(run, train.grpo_training_step, examples, monkeypatch)
     assert sorted(seen) == [4, 5, 6, 7, 12, 13, 14, 15]
-    monkeypatch.setattr(Experience, "has_gradient", lambda self, rows, config: torch.ones(len(rows), dtype=torch.bool))
+    monkeypatch.setattr(Batch, "rows_with_gradient", lambda batch, **options: batch.rows)
+    run.progress.step -= 1                                # the same completions
     with_all = gradient_of(run, train.grpo_training_step, examples, monkeypatch)
     assert len(seen) == 24 and (without - with_all).norm() / with_all.norm() < 1e-5
 
@@ -124,16 +125,17 @@ def test_a_supervised_step_has_the_gradient_of_the_models_own_cross_entropy(tmp_
     run = start_run(tmp_path, "--max_tokens_per_forward", "60")                  # several micro-batches
     examples = next(run.batches)
     ours = gradient_of(run, train.supervised_training_step, examples, monkeypatch)
-    run.model.zero_grad()
-    batch = train.demonstrations_as_rollout(run.model, run.tokenizer, examples)
+    run.policy.model.zero_grad()
+    model, tokenizer = run.policy.model, run.policy.tokenizer
+    batch = train.demonstrations_as_rollout(model, tokenizer, examples)
     num_tokens = int(batch.completion_mask.sum())
     for i, example in enumerate(examples):                # one row at a time, transformers' own loss
-        prompt = run.tokenizer(example["prompt"]).input_ids
-        answer = [*run.tokenizer(example["completion"], add_special_tokens=False).input_ids, run.tokenizer.eos_token_id]
+        prompt = tokenizer(example["prompt"]).input_ids
+        answer = [*tokenizer(example["completion"], add_special_tokens=False).input_ids, tokenizer.eos_token_id]
         assert batch.completion_ids[i][batch.completion_mask[i]].tolist() == answer
         ids, labels = torch.tensor([prompt + answer]), torch.tensor([[-100] * len(prompt) + answer])
-        (run.model(ids, labels=labels).loss * len(answer) / num_tokens).backward()
-    theirs = torch.cat([p.grad.flatten() for p in run.model.parameters()])
+        (model(ids, labels=labels).loss * len(answer) / num_tokens).backward()
+    theirs = torch.cat([p.grad.flatten() for p in model.parameters()])
     assert (ours - theirs).norm() / theirs.norm() < 1e-5
 
 
@@ -157,8 +159,8 @@ def test_the_built_in_model_learns_a_one_token_task(tmp_path):
 def test_a_moving_average_keeps_the_bits_that_a_copy_does_not_need(tmp_path, mode, stored):
     flags = "--use_grpo --use_kl_penalty true --cold_start_steps 0 --precision bfloat16 --reference_mode"
     run = start_run(tmp_path, *flags.split(), mode)
-    assert run.reference.model.layers[0].mlp.up_proj.weight.dtype == stored
-    assert run.reference.model.embed_tokens.weight.dtype == run.model.model.layers[0].mlp.up_proj.weight.dtype == torch.float32
+    assert run.reference.model.model.layers[0].mlp.up_proj.weight.dtype == stored
+    assert run.reference.model.model.embed_tokens.weight.dtype == run.policy.model.model.layers[0].mlp.up_proj.weight.dtype == torch.float32
 
 
 @pytest.mark.slow
@@ -177,21 +179,21 @@ def test_tied_groups_alone_have_no_gradient_to_scale_in_float16(tmp_path):
         length_reward(tmp_path))
     for points, learns in (0.5, False), (None, True), (0.5, False):
         run.reward_functions[:] = [lambda completions, points=points, **columns: [points or len(c) for c in completions]]
-        before = [p.clone() for p in run.model.parameters()]
+        before = [p.clone() for p in run.policy.model.parameters()]
         metrics, _ = train.grpo_training_step(run, next(run.batches))
         assert (metrics["grad_norm"] > 0) is learns and run.progress.skipped == 0
-        assert all(map(torch.equal, before, run.model.parameters())) is not learns
+        assert all(map(torch.equal, before, run.policy.model.parameters())) is not learns
 
 
 @pytest.mark.slow
 def test_gradients_beyond_float16_lower_the_scale_and_are_not_held_against_the_run(tmp_path):
     run = start_run(tmp_path, "--precision", "float16")
-    run.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40, backoff_factor=2.0**-8)
-    before = {name: p.clone() for name, p in run.model.named_parameters()}
+    run.policy.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40, backoff_factor=2.0**-8)
+    before = {name: p.clone() for name, p in run.policy.model.named_parameters()}
     metrics, _ = train.supervised_training_step(run, next(run.batches))
     assert not math.isfinite(metrics["grad_norm"]) and math.isfinite(metrics["loss"])
-    assert (run.progress.skipped, run.progress.skipped_in_a_row) == (1, 0) and run.scaler.get_scale() == 2.0**32
-    assert all(torch.equal(p, before[name]) for name, p in run.model.named_parameters())
+    assert (run.progress.skipped, run.progress.skipped_in_a_row) == (1, 0) and run.policy.scaler.get_scale() == 2.0**32
+    assert all(torch.equal(p, before[name]) for name, p in run.policy.model.named_parameters())
     while run.progress.skipped == run.progress.phase_step - 1:
         train.supervised_training_step(run, next(run.batches))
-    assert run.scaler.get_scale() >= 1 and not all(torch.equal(p, before[name]) for name, p in run.model.named_parameters())
+    assert run.policy.scaler.get_scale() >= 1 and not all(torch.equal(p, before[name]) for name, p in run.policy.model.named_parameters())

@@ -9,12 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from analysis import evaluation
 from analysis.evaluation import estimate_all, estimate_mean, evaluate, majority_vote, pass_at_k
 from config import ModelConfig
 from engine import make_engine
 from engine.models import load_any_policy
-from engine.ranks import Ranks
 from experience import Groups
 
 
@@ -108,19 +106,19 @@ def test_the_interval_of_a_share_holds_the_truth_95_times_of_100(chances):
 
 def test_the_metrics_of_an_evaluation(folder, monkeypatch, settings):
     engine = make_engine("shared", *load_any_policy(ModelConfig(model_path=folder)))
-    real, settings = evaluation.sample_completions, replace(settings, generation_batch_size=2)
+    real, settings = engine.sample, replace(settings, generation_batch_size=2)
 
-    def scripted(engine, environment, examples, *args, **kwargs):
-        rollout = real(engine, environment, examples, *args, **kwargs)
-        rollout.completions = [f"<answer>{'1' if e['prompt'] == 'easy' else '0'}</answer>" for e in examples]
+    def scripted(prompts, *args, **options):
+        rollout = real(prompts, *args, **options)
+        rollout.completions = [f"<answer>{'1' if prompt == 'easy' else '0'}</answer>" for prompt in prompts]
         return rollout
 
     def length(completions, **columns):
         return [float(i) for i, _ in enumerate(completions)]
 
-    monkeypatch.setattr(evaluation, "sample_completions", scripted)
+    monkeypatch.setattr(engine, "sample", scripted)
     examples = [{"prompt": "easy", "answer": "1"}] * 3 + [{"prompt": "hard", "answer": "1"}] + [{"prompt": "unknown"}]
-    result = evaluate(engine, Ranks(), examples, settings, seed=0, reward_functions=[length])
+    result = evaluate(engine, examples, settings, seed=0, reward_functions=[length])
     shares = estimate_mean(np.array([1.0, 1.0, 1.0, 0.0]), is_share=True)
     lengths = estimate_mean(np.arange(5.0), is_share=False)
     assert result.pop("eval_truncated") > 0
@@ -128,5 +126,5 @@ def test_the_metrics_of_an_evaluation(folder, monkeypatch, settings):
         "eval_problems": 4, "eval_accuracy": 0.75, "eval_accuracy_low": shares["low"], "eval_accuracy_high": shares["high"],
         "eval_reward/correctness": 0.75, "eval_reward_low/correctness": shares["low"], "eval_reward_high/correctness": shares["high"],
         "eval_reward/length": 2.0, "eval_reward_low/length": lengths["low"], "eval_reward_high/length": lengths["high"]}
-    unknown = evaluate(engine, Ranks(), examples[-1:], settings, seed=0)
+    unknown = evaluate(engine, examples[-1:], settings, seed=0)
     assert "eval_accuracy" not in unknown and unknown["eval_problems"] == 1 and unknown["eval_reward/correctness"] is None

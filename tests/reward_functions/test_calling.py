@@ -24,7 +24,7 @@ from engine.errors import RunError
 from reward_functions.calling import Reports
 from reward_functions.loading import load_reward_function
 from runs.folder import read_jsonl
-from runs.groups import join, select
+from runs.results import evaluate_and_log
 from sources import load_examples
 from train import grpo_training_step
 
@@ -194,7 +194,7 @@ def test_logged_values_reach_metrics_and_records_of_a_step_and_an_evaluation(tmp
     run.folder.open(0, {})
     metrics, experience = grpo_training_step(run, next(run.batches))
     run.log_step(metrics | {"skipped": 0, "step_seconds": 1.0}, experience)
-    run.log_evaluation()
+    evaluate_and_log(run)
     step, evaluation = read_jsonl(run.folder.path / "metrics.jsonl")
     assert step["spread"] == 1.5 and evaluation["eval_spread"] == 1.5
     assert step["grad_norm"] > 0 and step["step"] == run.progress.step, "our own metrics have precedence"
@@ -204,15 +204,16 @@ def test_logged_values_reach_metrics_and_records_of_a_step_and_an_evaluation(tmp
 
 def test_what_is_logged_stays_with_its_completions_when_groups_are_replaced_and_joined():
     def groups_of(first, rewards):
-        reports = Reports([{"n": first + i} for i in range(4)], {"m": [float(first)]}, [{"function": f"f{first}"}])
-        return Groups([{"prompt": "p"}] * 2, made_up_rollout([3, 3], [2] * 4), torch.tensor(rewards), {}, torch.tensor(rewards), reports=reports)
+        reports, points = Reports(metrics=[("m", float(first))], failures=[{"function": f"f{first}"}]), torch.tensor(rewards)
+        extra = [{"n": first + i} for i in range(4)]
+        return Groups([{"prompt": "p"}] * 2, made_up_rollout([3, 3], [2] * 4), points, {}, points, extra, reports)
 
     groups = groups_of(0, [[0.0, 0.0], [0.0, 1.0]])
-    assert select(groups, ~groups.tied).reports.extra == [{"n": 2}, {"n": 3}]
-    joined = join([select(groups, ~groups.tied), groups_of(4, [[0.0, 1.0], [1.0, 0.0]])])
-    assert joined.reports.extra == [{"n": n} for n in range(2, 8)] and joined.reports.means() == {"m": 2.0}
+    assert groups.select(~groups.tied).extra == [{"n": 2}, {"n": 3}]
+    joined = groups.replace(groups.tied, groups_of(4, [[0.0, 1.0], [1.0, 0.0]]))
+    assert joined.extra == [{"n": n} for n in range(2, 8)] and joined.reports.means() == {"m": 2.0} and joined.replaced == 2
     assert [failure["function"] for failure in joined.reports.failures] == ["f0", "f4"]
-    assert len(groups.reports.extra) == 4 and groups.reports.metrics == {"m": [0.0]}, "the parts are unchanged"
+    assert len(groups.extra) == 4 and groups.reports.metrics == [("m", 0.0)], "the parts are unchanged"
 
 
 # ---- functions that fail -------------------------------------------------------------------------------------
@@ -240,7 +241,7 @@ def test_a_failed_call_leaves_all_totals_unscored_and_is_kept_in_the_run_folder(
     assert metrics["unscored"] == metrics["reward_errors"] == 1 and metrics["grad_norm"] == 0
     assert groups.per_function[run.config.grpo.reward_functions[1]].isfinite().all(), "not the points of the others alone"
     config = GRPOConfig(reward_functions=[*groups.per_function], reward_weights=[1.0] * 3, reward_combination="gdpo")
-    assert shape_rewards(config, experience.rollout, groups.rewards, groups.per_function).isnan().all()
+    assert shape_rewards(config, groups).isnan().all()
     run.log_step(metrics | {"skipped": 0, "step_seconds": 1.0}, experience)
     (line,) = read_jsonl(run.folder.path / "reward_errors.jsonl")
     assert (line["step"], line["function"], line["error"]) == (1, "fails", "KeyError: 'x'")

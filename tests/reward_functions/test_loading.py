@@ -81,8 +81,9 @@ def test_an_instance_stays_and_what_cannot_be_called_is_refused():
 
 
 def test_every_function_is_imported_from_the_package_and_a_module_of_it_does_not_import_the_others():
-    for name, function in BUILT_IN.items():
-        assert getattr(reward_functions, name) is function and function.__name__ == name
+    for name in BUILT_IN:
+        function = getattr(reward_functions, name)
+        assert load_reward_function(name) is function is load_reward_function(function) and function.__name__ == name
     for name in "classifier", "judge":
         assert callable(getattr(reward_functions, name)) and name not in BUILT_IN
     with pytest.raises(ImportError, match="cannot import name 'corectness'"):
@@ -99,7 +100,8 @@ def example_of(function):
 
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_every_function_that_reads_a_column_has_a_line_of_data_that_it_can_score(name):
-    function, example = BUILT_IN[name], example_of(BUILT_IN[name])
+    function = load_reward_function(name)
+    example = example_of(function)
     given = {"completions", "prompts", "completion_ids", "turn_points"}
     columns = set(inspect.signature(function).parameters) - given - {"columns"}
     assert bool(example) == bool(columns)
@@ -120,14 +122,15 @@ def test_every_function_that_reads_a_column_has_a_line_of_data_that_it_can_score
 def test_an_object_is_no_answer_of_a_built_in_function(name):
     truth = {"ground_truth": "B", "style": "rule"}
     rows = [{"prompt": "p", "answer": "B"}, {"prompt": "p", "reward_model": truth, "answer": truth}]
-    assert BUILT_IN[name]([f"<answer>{text}</answer>" for text in ("B", str(truth))], answer=[truth, truth]) == [None, None]
+    function = load_reward_function(name)
+    assert function([f"<answer>{text}</answer>" for text in ("B", str(truth))], answer=[truth, truth]) == [None, None]
     with pytest.raises(ValueError, match=rf"^--reward_functions {name}: the answers in my data are objects; name a field: --answer_column reward_model.ground_truth$"):
-        require_columns([BUILT_IN[name]], rows, "my data")
+        require_columns([function], rows, "my data")
 
     def mine(completions, answer, **columns): ...
 
-    require_columns([mine, BUILT_IN["reasoning_coherence"]], rows, "my data")
-    require_columns([BUILT_IN[name]], rows[:1], "my data")
+    require_columns([mine, rewards.reasoning_coherence], rows, "my data")
+    require_columns([function], rows[:1], "my data")
 
 
 def test_a_column_counts_where_it_has_a_value():

@@ -10,7 +10,7 @@ from environments.games import guess_letter
 from environments.tools import calculate, run_calls
 from reward_functions import answers, mathematics
 from reward_functions.models import parse_rating
-from reward_functions.loading import BUILT_IN
+from reward_functions.loading import BUILT_IN, load_reward_function
 
 IN_A_SANDBOX = {"math_equality", "passes_tests"}          # their time is that of processes
 UNITS = [
@@ -24,7 +24,7 @@ FRAMES = ["{}", "<answer>{}</answer>", "<answer>{}!", "```json\n{}", "\\boxed{{{
 def points(name, *texts):
     columns = {column: [value] * len(texts) for column, value in COLUMNS.items()}
     columns["answer"] = ["B" if name == "multiple_choice" else "132"] * len(texts)
-    return BUILT_IN[name](list(texts), prompts=["p"] * len(texts), **columns)
+    return load_reward_function(name)(list(texts), prompts=["p"] * len(texts), **columns)
 
 
 def rating(text):

@@ -112,12 +112,12 @@ def test_the_lines_of_a_step_are_on_the_disk_before_its_checkpoint_is(tmp_path, 
     assert ("rollouts.jsonl", []) in flushed
 
 
-def test_a_reference_is_saved_beside_the_model_unless_it_is_an_adapter_and_old_checkpoints_go(tmp_path, monkeypatch):
+def test_a_reference_is_saved_beside_the_model_and_old_checkpoints_go(tmp_path, monkeypatch):
     saved = []
     monkeypatch.setattr(checkpoint, "save_any_policy", lambda model, tokenizer, folder, weights: (
         saved.append((model, folder.name, sorted(weights))), folder.mkdir(parents=True)))
-    model, reference, adapter = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1, bias=False), checkpoint.AdapterReference.__new__(checkpoint.AdapterReference)
-    for step, other in enumerate([None, adapter, reference, reference], start=1):
+    model, reference = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1, bias=False)
+    for step, other in enumerate([None, None, reference, reference], start=1):
         checkpoint.write_checkpoint(tmp_path / "checkpoints", min(step, 3), model, None, other, STATE, keep=2)
     assert saved == [(model, "writing", ["bias", "weight"])] * 3 + [
         (reference, "reference", ["weight"]), (model, "writing", ["bias", "weight"]), (reference, "reference", ["weight"])]

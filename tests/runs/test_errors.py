@@ -21,14 +21,16 @@ from conftest import (
 from forked import Program, Ranks
 
 import analysis.evaluation
-import runs.run
 import train
 from engine.cache import PrefixCache
 from engine.errors import RunError
 from engine import ranks
+from policy import Policy
 from runs.checkpoint import latest_checkpoint
+from runs.command_line import parse_config
 from runs.errors import StopOnSignal, exit_on_errors
 from runs.folder import read_jsonl
+from runs.setup import set_up
 
 ROOT = Path(__file__).parents[2]
 FLAGS = "--use_grpo --max_steps 4 --save_steps 1 --learning_rate 1e-3 --keep_checkpoints 3".split()
@@ -104,17 +106,18 @@ def test_the_passes_before_an_update_are_repeated_as_well(tmp_path, monkeypatch,
     with ctrl_c_after(1):
         smaller = run_folder(tmp_path / "smaller", *flags)
     train.main(["--output_dir", str(smaller), "--resume", "--max_tokens_per_forward", "100"])
-    compute, calls = train.compute_experience, []
+    log_probs, calls = Policy.log_probs, []
 
-    def failing(*args, **options):
+    def failing(*args, **options):                        # of the reference
         calls.append(1)
         if len(calls) == 2:
             raise OUT_OF_MEMORY[0]
-        return compute(*args, **options)
+        return log_probs(*args, **options)
 
-    monkeypatch.setattr(train, "compute_experience", failing)
-    failed = run_folder(tmp_path / "failed", *flags)
-    assert len(calls) == 5 and saved_setting(failed, "training", "max_tokens_per_forward") == 100
+    run, failed = set_up(parse_config([*QUICK, "--output_dir", str(tmp_path / "failed"), *flags])), tmp_path / "failed"
+    monkeypatch.setattr(Policy, "log_probs", failing)
+    train.training_loop(run)
+    assert len(calls) == 5 and run.policy.max_tokens == saved_setting(failed, "training", "max_tokens_per_forward") == 100
     assert_same(smaller, failed)
 
 
@@ -136,8 +139,8 @@ def test_sampling_that_finds_no_memory_samples_fewer_at_once_and_the_same(tmp_pa
     """It fails when some tokens are drawn."""
     flags = [*flags, "--max_steps", "2", "--eval_limit", "8"]
     whole = run_folder(tmp_path / "whole", *flags)
-    module, forward, passes = runs.run if where == "step" else analysis.evaluation, PrefixCache.forward, []
-    real = module.sample_completions
+    module, forward, passes = train if where == "step" else analysis.evaluation, PrefixCache.forward, []
+    real = module.sample_and_score
 
     def failing_forward(*args):
         passes.append(1)
@@ -150,7 +153,7 @@ def test_sampling_that_finds_no_memory_samples_fewer_at_once_and_the_same(tmp_pa
             patch.setattr(PrefixCache, "forward", failing_forward)
             return real(*args, **options)
 
-    monkeypatch.setattr(module, "sample_completions", fails_in_its_third_pass)
+    monkeypatch.setattr(module, "sample_and_score", fails_in_its_third_pass)
     failed = run_folder(tmp_path / "failed", *flags)
     assert " ".join(capsys.readouterr().out.split()).count("--generation_batch_size 16 -> 8, and once more") == 1
     assert saved_setting(failed, "grpo", "generation_batch_size") == 8
@@ -271,16 +274,16 @@ def test_what_is_no_fault_of_the_program_ends_it_with_one_line_and_its_exit_code
 
 @pytest.mark.slow
 def test_a_run_whose_gradients_are_not_finite_skips_saves_and_stops(tmp_path, monkeypatch, capsys):
-    real, calls = train.accumulate_gradients, []
+    real, calls = Policy.forward_backward, []
 
-    def broken(*args):
-        run, losses = args[0], real(*args)
+    def broken(policy, *args, **options):
+        losses = real(policy, *args, **options)
         calls.append(1)
         if len(calls) in (2, 4, 5, 6):
-            run.model.get_output_embeddings().weight.grad.fill_(float("nan"))
+            policy.model.get_output_embeddings().weight.grad.fill_(float("nan"))
         return losses
 
-    monkeypatch.setattr(train, "accumulate_gradients", broken)
+    monkeypatch.setattr(Policy, "forward_backward", broken)
     flags = (
         "--use_grpo --cold_start_steps 0 --max_steps 9 --eval_limit 0 --learning_rate 1e-3 "
         f"--reward_functions {length_reward(tmp_path)}"

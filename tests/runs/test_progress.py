@@ -1,6 +1,8 @@
 """What a run does next, and what of its files it keeps, follow from its progress and from its newest checkpoint."""
 
+import math
 import shutil
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -31,32 +33,38 @@ def test_a_run_without_evaluations_ends(tmp_path, mode):
     (2, 1, 5, [0, 2, 3, 5, 7, 8]),                        # its evaluation raised, and the run was resumed
 ])
 def test_evaluations_are_due_before_the_first_step_every_eval_steps_of_a_phase_and_at_its_end(
-    eval_steps, updates_per_step, resumed_at, expected
+    monkeypatch, eval_steps, updates_per_step, resumed_at, expected
 ):
     """Phases of 3 and 5 steps, counted by hand."""
-    run = SimpleNamespace(progress=Progress(), eval_set=[1])
-    evaluated = []
+    progress, evaluated, raises_at = Progress(), [], {resumed_at}
+    run = SimpleNamespace(progress=progress, eval_set=[1], saved_on_error=nullcontext)
+
+    def evaluate(run):
+        if progress.step in raises_at:
+            raises_at.clear()
+        else:
+            evaluated.append(progress.step)
+            progress.evaluated_at = progress.step
+
+    monkeypatch.setattr("runs.run.evaluate_and_log", evaluate)
     for run.phase in Phase("cold_start", 3, 1.0, eval_steps), Phase("grpo", 5, 1.0, eval_steps):
-        run.progress.phase_step = 0
+        progress.phase_step = 0
         while True:
-            if Run.evaluation_is_due(run):
-                if run.progress.step == resumed_at:
-                    resumed_at = None
-                    continue
-                evaluated.append(run.progress.step)
-                run.progress.evaluated_at = run.progress.step
-            assert not Run.evaluation_is_due(run), "never twice at a step"
-            if run.phase.is_over(run.progress.phase_step, float("nan")):
+            for _ in range(3):                            # never twice at a step
+                Run.evaluate_if_due(run)
+            if run.phase.is_over(progress):
                 break
-            taken = min(updates_per_step, run.phase.steps - run.progress.phase_step)
-            run.progress.step, run.progress.phase_step = run.progress.step + taken, run.progress.phase_step + taken
+            taken = min(updates_per_step, run.phase.steps - progress.phase_step)
+            progress.step, progress.phase_step = progress.step + taken, progress.phase_step + taken
     assert evaluated == expected
 
 
-@pytest.mark.parametrize("step,accuracy,over", [
-    (0, 0.9, False), (1, 0.4, False), (1, 0.5, True), (1, float("nan"), False), (3, float("nan"), True)])
-def test_a_phase_is_over_at_its_last_step_or_when_its_evaluation_was_good_enough(step, accuracy, over):
-    assert Phase("cold_start", 3, 1.0, 1, end_accuracy=0.5).is_over(step, accuracy) == over
+@pytest.mark.parametrize("step,accuracy,evaluated_at,over", [
+    (0, 0.9, 7, False), (1, 0.4, 8, False), (1, 0.5, 8, True), (1, math.nan, 8, False), (2, 0.9, 8, False), (3, math.nan, -1, True)])
+def test_a_phase_is_over_at_its_last_step_or_when_its_evaluation_was_good_enough(step, accuracy, evaluated_at, over):
+    """Its steps are those behind step 7; an earlier evaluation does not count."""
+    progress = Progress(phase_step=step, step=7 + step, evaluated_at=evaluated_at, accuracy=accuracy)
+    assert Phase("cold_start", 3, 1.0, 1, end_accuracy=0.5).is_over(progress) == over
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ import train
 from config import Config, TrainingConfig
 from engine.errors import RunError
 from rewards import correctness
+from runs.checkpoint import latest_checkpoint
 from runs.folder import read_jsonl
 from runs.setup import set_up
 
@@ -89,6 +90,23 @@ def test_a_run_from_python_is_resumed_with_the_same_objects_and_ends_with_the_sa
     assert "resuming" in capsys.readouterr().out
     for name, weights in whole.state_dict().items():
         assert torch.equal(weights, resumed.state_dict()[name]), name
+
+
+def test_a_callback_gets_every_logged_step_of_all_phases_and_its_error_saves_the_state_behind_the_step(tmp_path):
+    seen = []
+
+    def on_step(run, metrics, batch):
+        line = read_jsonl(run.folder.path / "metrics.jsonl")[-1]
+        seen.append((line["step"], line["phase"], type(batch).__name__, len(batch.examples), metrics["grad_norm"] == line["grad_norm"]))
+        if line["step"] == 3 and seen.count(seen[-1]) == 1:
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        train.train(config_of(tmp_path / "run", cold_start_steps=2, save_steps=0), on_step=on_step)
+    assert latest_checkpoint(tmp_path / "run").name == "step-00000003"
+    train.train(Config.of(output_dir=str(tmp_path / "run"), resume=True), on_step=on_step)
+    phases = "cold_start", "cold_start", "grpo", "grpo"
+    assert seen == [(step, phase, "Experience", 3, True) for step, phase in enumerate(phases, start=1)]
 
 
 class Rule:
@@ -184,7 +202,7 @@ def test_what_is_no_optimizer_is_refused_when_its_phase_begins(tmp_path):
     config = Config.from_profile("demo", use_grpo=True, eval_limit=0, report_to="none", cold_start_steps=0, output_dir=str(tmp_path / "run"))
     run = set_up(config, optimizer=lambda pairs: [1, 2])
     with pytest.raises(RunError, match="optimizer: returned a list, no torch Optimizer"):
-        run.begin_phase(run.phases[0])
+        run.begin_phase()
 
     class TwoInOne(torch.optim.SGD):
         def state_dict(self):
@@ -192,4 +210,4 @@ def test_what_is_no_optimizer_is_refused_when_its_phase_begins(tmp_path):
 
     run.make_optimizer = lambda pairs: TwoInOne([parameter for _, parameter in pairs])
     with pytest.raises(RunError, match="optimizer: its state_dict has no state and param_groups: not to be resumed"):
-        run.begin_phase(run.phases[0])
+        run.begin_phase()

@@ -8,6 +8,7 @@ import pytest
 from conftest import QUICK, assert_same, exhaustive, run_folder
 from forked import Ranks
 
+import runs.run
 import train
 from runs.folder import read_jsonl
 from runs.run import Run
@@ -56,8 +57,8 @@ def resume(folder):
 def test_ctrl_c_in_every_step(tmp_path, kind, monkeypatch):
     flags, pressed = flags_of(kind, tmp_path), {}
     whole = run_folder(tmp_path / "whole", *flags)
-    for name in "log_step", "log_evaluation":
-        real = getattr(Run, name)
+    for owner, name in (Run, "log_step"), (runs.run, "evaluate_and_log"):
+        real = getattr(owner, name)
 
         def press_ctrl_c(run, *rest, real=real, name=name):
             result = real(run, *rest)
@@ -67,7 +68,7 @@ def test_ctrl_c_in_every_step(tmp_path, kind, monkeypatch):
                 signal.raise_signal(signal.SIGINT)
             return result
 
-        monkeypatch.setattr(Run, name, press_ctrl_c)
+        monkeypatch.setattr(owner, name, press_ctrl_c)
     stopped = run_folder(tmp_path / "stopped", *flags)
     while not (stopped / "final").exists():
         before = len(pressed)

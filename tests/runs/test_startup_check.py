@@ -14,8 +14,9 @@ import sample
 from config import GRPOConfig
 from engine import make_engine
 from engine import shared as shared_engine
+from engine.device_policy import DevicePolicy
 from engine.errors import CannotShare
-from engine.ranks import Ranks
+from policy import Policy
 from runs.startup_check import choose_engine, difference, refuse_wrong_sampler, refuse_wrong_tokens
 
 PROMPTS = ["47+85=?", "a longer one"]
@@ -41,8 +42,8 @@ def test_a_check_samples_no_more_tokens_than_the_run(tokenizer):
     """A model with 64 positions, and prompts that leave it four."""
     model, prompt = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=64, vocab_size=263)).eval(), list(range(5, 65))
     model.generation_config.eos_token_id = 1
-    plain, config = make_engine("plain", model, tokenizer), GRPOConfig(generation_max_length=4, engine="shared")
-    engine, _ = choose_engine(plain, Ranks(), [prompt, prompt], config)
+    config = GRPOConfig(generation_max_length=4, engine="shared")
+    engine, _ = choose_engine(DevicePolicy(model, tokenizer), [prompt, prompt], config)
     refuse_wrong_sampler(engine, [prompt], 4)
 
 
@@ -58,26 +59,25 @@ def without_prompts(*args, real=shared_engine.pack_groups):
 
 @pytest.mark.parametrize("fault,words", [(without_prompts, "shared and plain rows differ by at most"), (unshared, "a layer with state")])
 def test_prompts_are_not_shared_where_that_is_wrong_and_engine_shared_says_why(model, tokenizer, settings, monkeypatch, fault, words):
-    plain = make_engine("plain", model, tokenizer)
-    assert choose_engine(plain, Ranks(), PROMPTS, settings)[0].shares_prompts
+    plain = DevicePolicy(model, tokenizer)
+    assert choose_engine(plain, PROMPTS, settings)[0].shares_prompts
     monkeypatch.setattr(shared_engine, "pack_groups", fault)
-    engine, note = choose_engine(plain, Ranks(), PROMPTS, settings)
+    engine, note = choose_engine(plain, PROMPTS, settings)
     assert engine is plain and note.startswith(f"prompts are not shared: {words}")
     with pytest.raises(ValueError, match=f"^--engine=shared: prompts are not shared: {words}.*; take --engine plain"):
-        choose_engine(plain, Ranks(), PROMPTS, replace(settings, engine="shared"))
+        choose_engine(plain, PROMPTS, replace(settings, engine="shared"))
 
 
 def test_what_only_another_rank_cannot_share_is_shared_by_none(model, tokenizer, settings, monkeypatch):
-    ranks = Ranks()
-    monkeypatch.setattr(ranks, "sum", lambda ok: ok - 1)
-    plain = make_engine("plain", model, tokenizer)
-    assert choose_engine(plain, ranks, PROMPTS, settings) == (plain, "prompts are not shared: another rank cannot")
+    plain = DevicePolicy(model, tokenizer)
+    monkeypatch.setattr(plain.ranks, "sum", lambda ok: ok - 1 if isinstance(ok, int) else ok)
+    assert choose_engine(plain, PROMPTS, settings) == (plain, "prompts are not shared: another rank cannot")
 
 
 def test_an_error_that_is_not_of_the_model_is_raised(model, tokenizer, settings, monkeypatch):
     monkeypatch.setattr(shared_engine, "pack_groups", lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        choose_engine(make_engine("plain", model, tokenizer), Ranks(), PROMPTS, settings)
+        choose_engine(DevicePolicy(model, tokenizer), PROMPTS, settings)
 
 
 @pytest.mark.parametrize("numbers,found", [("highest", "two differ by at most 5.0e-02 nat"), ("high", "")])
@@ -110,8 +110,8 @@ def test_wrong_tokens_around_a_prompt_are_refused(model, tokenizer):
 
 
 def test_a_run_has_the_engine_of_its_flag_and_a_note_if_prompts_cannot_be_shared(tmp_path, monkeypatch, capsys):
-    assert start_run(tmp_path, "--engine", "plain").engine.shares_prompts is False
-    assert start_run(tmp_path).engine.shares_prompts is True and "note" not in capsys.readouterr().out
+    assert type(start_run(tmp_path, "--engine", "plain").policy) is Policy
+    assert start_run(tmp_path).policy.shares_prompts is True and "note" not in capsys.readouterr().out
     monkeypatch.setattr(shared_engine, "pack_groups", unshared)
-    assert start_run(tmp_path).engine.shares_prompts is False
+    assert type(start_run(tmp_path).policy) is Policy
     assert "  note   prompts are not shared: a layer with state\n" in capsys.readouterr().out
