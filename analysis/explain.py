@@ -43,7 +43,7 @@ def main(argv: list[str]) -> None:
     if not config.training.use_grpo:
         raise ValueError("a step of GRPO is explained; add --use_grpo")
     run = set_up(config)
-    if run.ranks.size > 1:
+    if run.folder.ranks.size > 1:
         raise ValueError("a step is explained in one process; start it without torchrun")
     train_until_grpo(run)
     config, console, groups = run.config.grpo, run.console, find_group(run)

@@ -1,16 +1,19 @@
 """
-What a run has learned: its evaluations on the held-out problems, always with the same seeds, the best policy,
-and at its end the report and the summary.
+What a run writes and prints: the metrics of a step, evaluations on the held-out problems, always with the same
+seeds, the best policy, and at the end the report and the summary.
 """
 
 import math
 from dataclasses import replace
 
+from engine.devices import peak_memory_gb
 from engine.errors import first_line
+from experience import Experience
 from rewards import name_of
 from runs.checkpoint import write_policy
 from runs.console import held_out_text, shows_accuracy
-from runs.folder import RunFolder, read_jsonl
+from runs.folder import RunFolder, completion_records, read_jsonl
+from runs.phases import is_due
 from sources.settings import read_settings
 
 
@@ -31,6 +34,30 @@ def evaluate_and_log(run) -> None:
     progress.evaluated_at, progress.accuracy = progress.step, result.get("eval_accuracy", math.nan)
     best = ", the best so far" if progress.best_step == progress.step else ""
     run.console.print(f"held out at step {progress.step}: {held_out_text(result, run.config)}{best}")
+
+
+def write_step(run, metrics: dict, experience: Experience) -> None:
+    """Write and print the metrics of a step. Every --log_rollouts_every steps write its completions."""
+    folder, step, phase = run.folder, run.progress.step, run.phase.name
+    metrics |= {
+        "training_seconds": metrics["step_seconds"] - metrics.get("sampling_seconds", 0.0),
+        "learning_rate": float(run.policy.scheduler.get_last_lr()[0]),
+        "peak_memory_gb": peak_memory_gb(next(run.policy.model.parameters()).device),
+    }
+    records = []
+    if phase == "grpo":
+        if failures := experience.groups.reports.failures:
+            folder.append("reward_errors.jsonl", step, phase, failures)
+        before, every = step - metrics["updates"], run.config.training.log_rollouts_every
+        if is_due(before - 1, step - 1, every):           # the updates include step 1, 1 + n, ...
+            records = completion_records(experience)
+            folder.append("rollouts.jsonl", step, phase, records)
+    if metrics["skipped"]:
+        folder.append("skipped.jsonl", step, phase, completion_records(experience))
+    folder.log(step, phase, metrics)
+    run.console.print_step(phase, run.progress.phase_step, run.phase.steps, step, metrics)
+    if records:
+        run.console.print_completions(records)
 
 
 def held_out_score(run, result: dict) -> float:

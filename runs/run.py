@@ -13,9 +13,8 @@ import torch
 
 from config import Config
 from data import Batches
-from engine.devices import num_processes, peak_memory_gb, seed_generators
+from engine.devices import num_processes, seed_generators
 from engine.errors import RunError
-from engine.ranks import Ranks
 from engine.sharding import full_tensor
 from experience import Experience
 from policy import Policy
@@ -25,9 +24,9 @@ from runs.checkpoint import (
 )
 from runs.console import RunConsole
 from runs.errors import RAISED_BY_ALL, StopOnSignal
-from runs.folder import RunFolder, completion_records
+from runs.folder import RunFolder
 from runs.phases import Phase, first_reference, is_due, train_in_phase
-from runs.results import evaluate_and_log, print_summary, write_curves_and_report
+from runs.results import evaluate_and_log, print_summary, write_curves_and_report, write_step
 
 MOST_SKIPPED = 3                # steps in a row without a finite loss or gradient that end a run
 
@@ -81,7 +80,6 @@ class Run:
     train_set: Sequence[dict]
     eval_set: Sequence[dict]
     phases: list[Phase]
-    ranks: Ranks
     # The policy and its progress.
     policy: Policy
     progress: Progress = field(default_factory=Progress)
@@ -136,7 +134,7 @@ class Run:
     def started(self) -> Iterator[StopOnSignal]:
         """Open the run folder; the context tells whether the user has asked to stop. Call on all ranks."""
         self.folder.open(self.progress.step, self.saved_state.get("file_sizes", {}))
-        with StopOnSignal(self.ranks) as stop, self.folder:
+        with StopOnSignal(self.folder.ranks) as stop, self.folder:
             try:
                 yield stop
             finally:
@@ -189,7 +187,7 @@ class Run:
         functions may use, are seeded by the step, so that a repeat draws the same numbers.
         """
         position, before = self.batches.position, replace(self.progress)
-        seed_generators(f"{self.config.training.seed} {self.progress.step} {self.ranks.rank}")
+        seed_generators(f"{self.config.training.seed} {self.progress.step} {self.folder.ranks.rank}")
         try:
             yield
         except Exception as error:
@@ -214,10 +212,10 @@ class Run:
     def log_step(self, metrics: dict, experience: Experience, on_step: Callable | None = None) -> None:
         """Write and print the metrics of a step, and call on_step(run, metrics, experience).
 
-        Every --log_rollouts_every steps write its completions. End the run after MOST_SKIPPED skipped steps.
+        After MOST_SKIPPED skipped steps raise RunError.
         """
         with self.saved_on_error():                       # the step is complete: it is not repeated
-            self.write_step(metrics, experience)
+            write_step(self, metrics, experience)
             if on_step:
                 on_step(self, metrics, experience)
         if self.progress.skipped_in_a_row >= MOST_SKIPPED:
@@ -225,29 +223,6 @@ class Run:
             raise RunError(
                 f"{MOST_SKIPPED} steps in a row had a loss or gradient that is not finite. The weights "
                 f"before them are in {checkpoint}, the batches in skipped.jsonl; lower --learning_rate")
-
-    def write_step(self, metrics: dict, experience: Experience) -> None:
-        """Write and print the metrics of a step, and some of its completions."""
-        folder, step, phase = self.folder, self.progress.step, self.phase.name
-        metrics |= {
-            "training_seconds": metrics["step_seconds"] - metrics.get("sampling_seconds", 0.0),
-            "learning_rate": float(self.policy.scheduler.get_last_lr()[0]),
-            "peak_memory_gb": peak_memory_gb(next(self.policy.model.parameters()).device),
-        }
-        records = []
-        if phase == "grpo":
-            if failures := experience.groups.reports.failures:
-                folder.append("reward_errors.jsonl", step, phase, failures)
-            before, every = step - metrics["updates"], self.config.training.log_rollouts_every
-            if is_due(before - 1, step - 1, every):       # the updates include step 1, 1 + n, ...
-                records = completion_records(experience)
-                folder.append("rollouts.jsonl", step, phase, records)
-        if metrics["skipped"]:
-            folder.append("skipped.jsonl", step, phase, completion_records(experience))
-        folder.log(step, phase, metrics)
-        self.console.print_step(phase, self.progress.phase_step, self.phase.steps, step, metrics)
-        if records:
-            self.console.print_completions(records)
 
     def change_setting(self, name: str, value: int, half: int, error: str) -> None:
         """Keep a setting that was halved when memory ran out, for the run and its config.json."""

@@ -220,7 +220,7 @@ def set_up(
     policy = start_up_check(
         model, tokenizer, train_set, config, engine, reference, longest, console.print)
     run = Run(
-        config, folder, functions, environment, train_set, eval_set, phases, ranks, policy,
+        config, folder, functions, environment, train_set, eval_set, phases, policy,
         make_optimizer=optimizer, teacher=reference)
     if checkpoint:
         from engine.reference import load_reference
@@ -238,7 +238,7 @@ def refuse_other_settings(run: Run) -> None:
     settings = dict(run.config.flags)
     for name in "output_dir", "model_path", "dataset", "eval_dataset", "reward_functions", "environment":
         del settings[name]                                # paths, of which each machine may have its own
-    run.ranks.agree(settings | {"examples": len(run.train_set)})
+    run.folder.ranks.agree(settings | {"examples": len(run.train_set)})
 
 
 def environment_and_tools(environment: str | Callable) -> tuple[Callable | None, list[Callable] | None]:
