@@ -1,6 +1,6 @@
 """
-What a run writes and prints: the metrics of a step, evaluations on the held-out problems, always with the same
-seeds, the best policy, and at the end the report and the summary.
+What a run writes and prints: metrics of a step, evaluations on the held-out problems (always with the same
+seeds), the best policy, and at the end the report and the summary.
 """
 
 import math
