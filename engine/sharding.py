@@ -81,7 +81,7 @@ def shard(model, mesh: dict[str, int]) -> None:
     data_mesh = device_mesh["replicate", "fsdp"] if mesh["replicate"] > 1 else device_mesh["fsdp"]
     for module in [*layers_of(model), model]:
         fully_shard(module, mesh=data_mesh)
-        module.set_gradient_divide_factor(1.0)  # sum, not mean: losses have their denominators already
+        module.set_gradient_divide_factor(1.0)  # sum, not mean: tokens have their weights already
         module.set_force_sum_reduction_for_comms(True)
     for name, empty in list(model.named_parameters()):
         weight = weights.pop(name)
