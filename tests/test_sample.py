@@ -144,7 +144,7 @@ def test_pad_may_be_a_stop_id_or_a_token_that_is_sampled(model, tokenizer, pad, 
     everything = dict(generation_top_p=1.0, generation_top_k=0, generation_temperature=1.5)
     config = replace(settings, **everything, num_completions_per_prompt=16)
     engine = make_engine("shared", model, tokenizer)
-    rollout = engine.sample(PROMPTS, config, seed=0)
+    rollout = engine.sample(PROMPTS, config, seeds=0)
     if pad == 50:
         assert (rollout.completion_ids == 50)[rollout.completion_mask].any(), "the pad token was sampled"
     trained = engine.log_probs(rollout, None, config.distribution)
@@ -154,10 +154,10 @@ def test_pad_may_be_a_stop_id_or_a_token_that_is_sampled(model, tokenizer, pad, 
 def test_the_same_completion_alone_in_a_batch_and_after_others_have_finished(engine, monkeypatch):
     engine.model.generation_config.eos_token_id = list(range(1, 30))             # rows end at different times
     config = GRPOConfig(num_completions_per_prompt=4, generation_max_length=30, generation_top_k=0, generation_top_p=1.0)
-    together = engine.sample(PROMPTS[:3], config, seed=7)
+    together = engine.sample(PROMPTS[:3], config, seeds=7)
     assert len(set(together.completion_mask.sum(1).tolist())) > 3
     for i, prompt in enumerate(PROMPTS[:3]):
-        alone = engine.sample([prompt], config, seed=7)
+        alone = engine.sample([prompt], config, seeds=7)
         assert alone.completions == together.completions[4 * i : 4 * i + 4]
     monkeypatch.setitem(sampler.INITIAL_CAPACITY, "cpu", 5)
     monkeypatch.setattr(cache, "COLUMNS_AT_ONCE", 4)
@@ -167,17 +167,17 @@ def test_the_same_completion_alone_in_a_batch_and_after_others_have_finished(eng
     torch.testing.assert_close(queued.sampling_logp, at_once.sampling_logp, atol=1e-5, rtol=1e-5)
     for steps in 3, 100:                                  # between two looks at which rows have ended
         monkeypatch.setitem(sampler.TOKENS_BETWEEN_CHECKS, "cpu", steps)
-        seldom = engine.sample(PROMPTS[:3], config, seed=7)
+        seldom = engine.sample(PROMPTS[:3], config, seeds=7)
         assert torch.equal(seldom.completion_ids, together.completion_ids) and torch.equal(seldom.completion_mask, together.completion_mask)
         torch.testing.assert_close(seldom.sampling_logp, together.sampling_logp, atol=1e-5, rtol=1e-5)
-    other_seed = engine.sample(PROMPTS[:3], config, seed=8)
+    other_seed = engine.sample(PROMPTS[:3], config, seeds=8)
     assert other_seed.completions != together.completions
     assert len(set(together.completions)) > 6, "siblings differ"
 
 
 def test_temperature_zero_takes_the_likeliest_token(engine, model, tokenizer):
     config = GRPOConfig(generation_temperature=0.0, generation_max_length=8)
-    rollout = engine.sample(PROMPTS, config, seed=0)
+    rollout = engine.sample(PROMPTS, config, seeds=0)
     for row, completion in enumerate(rollout.completion_ids):
         ids = encode_prompt(tokenizer, PROMPTS[row // 4])
         for token in completion[rollout.completion_mask[row]].tolist():
@@ -222,7 +222,7 @@ def test_sampling_leaves_the_model_as_it_was(engine, model, settings):
         model.train(training)
         hook = model.base_model.register_forward_pre_hook(look)
         with pytest.raises(KeyError), torch.autocast("cpu", torch.bfloat16):
-            engine.sample(PROMPTS, settings, seed=0)
+            engine.sample(PROMPTS, settings, seeds=0)
         hook.remove()
         assert model.training == training and torch.is_grad_enabled() and model.config._attn_implementation == "sdpa"
 
@@ -259,7 +259,7 @@ def vllm(monkeypatch):
 def test_an_engine_fills_the_same_rollout(model, tokenizer, vllm):
     engine, again = Scripted(model, tokenizer), Scripted(model, tokenizer)
     config = GRPOConfig(engine="vllm", num_completions_per_prompt=4, generation_max_length=3, generation_temperature=0.5)
-    rollout = engine.sample(PROMPTS, config, seed=0)
+    rollout = engine.sample(PROMPTS, config, seeds=0)
     (request,) = engine.requests
     assert request["prompts"] == [encode_prompt(tokenizer, prompt) for prompt in PROMPTS] and request["n"] == 4
     assert request["distribution"] == dict(temperature=0.5, top_k=50, top_p=0.9, min_p=0.0) and request["max_tokens"] == [3] * len(PROMPTS)
@@ -268,7 +268,7 @@ def test_an_engine_fills_the_same_rollout(model, tokenizer, vllm):
     assert rollout.finished.tolist() == [True, True, True, False] * len(PROMPTS)         # the last met the limit
     assert torch.equal(rollout.sampling_logp, torch.where(rollout.completion_mask, -0.5, 0.0))
     assert rollout.completions[:3] == [tokenizer.decode([50 + g] * g) for g in range(3)]
-    again.sample(PROMPTS, config, seed=0)
+    again.sample(PROMPTS, config, seeds=0)
     assert again.requests == engine.requests
 
 
@@ -276,7 +276,7 @@ def test_prompts_of_the_same_ids_have_other_random_numbers_however_they_are_writ
     monkeypatch.setattr(engine.tokenizer, "chat_template", "{% for m in messages %}{{ m.content | trim }}{% endfor %}")
     prompts = ["1+1=?", "1+1=? ", [{"role": "user", "content": "1+1=?"}]]
     assert len({tuple(encode_prompt(engine.tokenizer, prompt)) for prompt in prompts}) == 1
-    completions = engine.sample(prompts, settings, seed=0).completions
+    completions = engine.sample(prompts, settings, seeds=0).completions
     assert completions[:4] != completions[4:8] != completions[8:]
     seen = []
 
@@ -291,7 +291,7 @@ def test_prompts_of_the_same_ids_have_other_random_numbers_however_they_are_writ
 
 def test_a_reply_ends_at_the_limit(engine, settings, monkeypatch):
     monkeypatch.setattr(engine.model.generation_config, "eos_token_id", list(range(200)))
-    rollout = engine.sample(PROMPTS[:2], settings, seed=0, reply=lambda row, ids: [70] * 100)
+    rollout = engine.sample(PROMPTS[:2], settings, seeds=0, reply=lambda row, ids: [70] * 100)
     limit = settings.generation_max_length
     assert rollout.completion_ids.shape[1] == limit and not rollout.finished.all() and (rollout.completion_ids[:, -1] == 70).any()
 

@@ -44,7 +44,7 @@ def test_an_engine_samples_and_scores_as_the_functions_do_and_shared_differs_by_
     assert (type(plain), type(shared), plain.shares_prompts, shared.shares_prompts) == (Engine, Shared, False, True)
     rollout = sample_completions_for_prompts(model, tokenizer, PROMPTS, settings, seed=0)
     for engine in plain, shared:
-        sampled = engine.sample(PROMPTS, settings, seed=0)
+        sampled = engine.sample(PROMPTS, settings, seeds=0)
         assert torch.equal(sampled.completion_ids, rollout.completion_ids)
         batches = engine.micro_batches(rollout, torch.arange(len(rollout.completion_ids)))
         assert sorted(torch.cat(batches).tolist()) == list(range(len(rollout.completion_ids))) and len(batches) > 1
@@ -90,11 +90,11 @@ def test_an_engine_that_does_not_call_reply_is_refused_with_an_environment(model
 def test_rows_that_have_ended_do_not_forward_a_pad_token_that_the_model_does_not_know(model, tokenizer, settings):
     model.generation_config.eos_token_id = list(range(1, 30))
     config = replace(settings, num_completions_per_prompt=8, generation_max_length=20)
-    expected = make_engine("plain", model, tokenizer).sample(PROMPTS, config, seed=0)
+    expected = make_engine("plain", model, tokenizer).sample(PROMPTS, config, seeds=0)
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.add_special_tokens({"pad_token": "<another pad>"})
     assert tokenizer.pad_token_id == model.get_input_embeddings().num_embeddings
-    found = make_engine("plain", model, tokenizer).sample(PROMPTS, config, seed=0)
+    found = make_engine("plain", model, tokenizer).sample(PROMPTS, config, seeds=0)
     assert found.completions == expected.completions and found.finished.any()
 
 
