@@ -41,7 +41,7 @@ class Policy:
         """max_tokens: in a forward pass of training, padding included."""
         self.model, self.tokenizer, self.max_tokens = model, tokenizer, max_tokens
         self.optimizer = self.scheduler = self.value_head = None
-        self.loss = 0.0                                   # sum of the losses since the last step
+        self.losses: list[float] = []                     # of the batches since the last step
 
     def train_with(self, optimizer, scheduler, value_head=None) -> None:
         """Set the objects of a training phase. value_head: a module, hidden states (N, H) -> values (N,)."""
@@ -96,7 +96,7 @@ class Policy:
         results, num_tokens = dict(zip(names, sums, strict=True)), int(batch.mask[rows].sum())
         for name in (name for name, x in metrics.items() if x.ndim):
             results[name] = results[name] / num_tokens if num_tokens else math.nan
-        self.loss += results["total_loss"]
+        self.losses.append(results["total_loss"])
         return results
 
     def optimizer_step(self, max_grad_norm: float = math.inf) -> dict:
@@ -106,7 +106,7 @@ class Policy:
                  and learning-rate schedule stay as they were
         """
         norm = self.clip_gradient(max_grad_norm)
-        skipped = not (math.isfinite(norm) and math.isfinite(self.loss))
+        skipped = not (math.isfinite(norm) and math.isfinite(sum(self.losses)))
         if not skipped:
             self.optimizer.step()
             self.scheduler.step()
@@ -154,9 +154,9 @@ class Policy:
         return float(torch.nn.utils.clip_grad_norm_(self.parameters, max_norm))
 
     def clear_gradient(self, set_to_none: bool = True) -> None:
-        """Clear the gradient, and the loss that it belongs to."""
+        """Clear the gradient, and the losses that it belongs to."""
         self.optimizer.zero_grad(set_to_none)
-        self.loss = 0.0
+        self.losses = []
 
     # ---- what else a step asks of a policy -----------------------------------------------------------------
 

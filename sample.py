@@ -308,12 +308,14 @@ def positions_of(mask: Tensor) -> Tensor:
 # ---- joining and selecting groups --------------------------------------------------------------------------
 # Field by field, so that a field that is added to Rollout, or to Groups in experience.py, takes part.
 
+OF_THE_WHOLE = bool | int | float | str | None            # types of fields that say the same of all groups
+
 
 def concatenate(parts: list, name: str = ""):
     """Concatenate the groups of several rollouts, or of their fields.
 
     Tensors are padded with 0 to the longest row, on the left if the name of their field begins with prompt_.
-    Lists are joined; dicts and dataclasses entry by entry; anything else has to be equal in all parts.
+    Lists are joined; dicts and dataclasses entry by entry; numbers and strings have to be equal in all parts.
     """
     first = parts[0]
     if any(type(part) is not type(first) for part in parts):
@@ -331,8 +333,10 @@ def concatenate(parts: list, name: str = ""):
     if is_dataclass(first):
         names = [f.name for f in fields(first)]
         return replace(first, **{n: concatenate([getattr(part, n) for part in parts], n) for n in names})
+    if not isinstance(first, OF_THE_WHOLE):
+        raise TypeError(f"{name}: not a tensor, list or dict: {first!r:.100}")
     if any(part != first for part in parts):
-        raise ValueError(f"{name}: cannot be concatenated: {parts!r:.200}")
+        raise ValueError(f"{name}: differs between parts: {parts!r:.200}")
     return first
 
 
@@ -341,7 +345,7 @@ def select(item, kept: Tensor, name: str = ""):
 
     Tensors and lists have P or P * G entries. Dicts and dataclasses are selected entry by entry.
     """
-    if item is None or isinstance(item, bool | int | float | str):               # of the whole rollout
+    if isinstance(item, OF_THE_WHOLE):
         return item
     if isinstance(item, dict):
         return {key: select(x, kept, key) for key, x in item.items()}

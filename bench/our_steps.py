@@ -18,7 +18,7 @@ from engine import sampler
 from runs.command_line import parse_config
 from engine.devices import peak_memory_gb
 from runs.setup import set_up
-from train import learn
+from train import training_loop
 from workloads import WORKLOADS, lengths_of
 
 
@@ -63,13 +63,13 @@ def main(name: str, folder: Path, seed: int, flags: list[str]) -> None:
         "--learning_rate", "1e-6", "--max_steps", str(1 + workload.measured_steps), "--save_steps", "0", "--report_to", "none",
         "--seed", str(seed), *(["--engine", "shared"] if workload.mean_length else []), *flags,
     ]))
-    learn(run)
+    training_loop(run)
     lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()][1:]
     print(json.dumps({
         "system": "plain-grpo", "step": [line["step_seconds"] for line in lines],
         "sampling": [line["sampling_seconds"] for line in lines],                # with scoring, which is a millisecond here
         "tokens": [line["completion_tokens"] * workload.prompts * workload.group_size for line in lines],
-        "peak_gb": peak_memory_gb(run.device),
+        "peak_gb": peak_memory_gb(next(run.policy.model.parameters()).device),
     }))
 
 

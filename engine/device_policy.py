@@ -90,7 +90,10 @@ class DevicePolicy(Policy):
     def add_gradients(self, batch, rows: Tensor, loss_fn: Callable, reference) -> list[float]:
         """As Policy.add_gradients, over all processes."""
         compute = partial(super().add_gradients, batch, rows, loss_fn, reference)
-        sums = self.halving_max_tokens(batch.rollout, compute)
+        if self.losses:                                   # a repeat would lose the gradient of these
+            sums = compute()
+        else:
+            sums = self.halving_max_tokens(batch.rollout, compute, self.clear_modules)
         return self.ranks.sum(torch.tensor(sums, dtype=torch.float64)).tolist()
 
     def optimizer_step(self, max_grad_norm: float = math.inf) -> dict:
@@ -153,18 +156,19 @@ class DevicePolicy(Policy):
 
     # ---- memory --------------------------------------------------------------------------------------------
 
-    def halving_max_tokens(self, rollout: Rollout, compute: Callable):
-        """Return compute(), as halving, with self.max_tokens halved, and the gradient cleared first."""
+    def halving_max_tokens(self, rollout: Rollout, compute: Callable, before_repeat: Callable | None = None):
+        """Return compute(), as halving, with self.max_tokens halved."""
         def attempt(max_tokens: int):
             self.max_tokens = max_tokens
             return compute()
 
-        def clear() -> None:
-            for module in filter(None, (self.model, self.value_head)):
-                module.zero_grad()
-
         longest = rollout.prompt_mask.sum(dim=1).max() + completion_lengths(rollout.completion_mask).max()
-        return self.halving("max_tokens_per_forward", self.max_tokens, int(longest), attempt, clear)
+        return self.halving("max_tokens_per_forward", self.max_tokens, int(longest), attempt, before_repeat)
+
+    def clear_modules(self) -> None:
+        """Clear the gradient of a call that is repeated."""
+        for module in filter(None, (self.model, self.value_head)):
+            module.zero_grad()
 
     def halving(
         self, flag: str, value: int, least: int, compute: Callable, before_repeat: Callable | None = None

@@ -119,7 +119,7 @@ def test_recorded_steps_sample_what_steps_sample(name, precision, tokenizer, mon
 
     for replacement in record, lambda step, device: step:
         monkeypatch.setattr(sampler, "recorded", replacement)
-        results.append(engine.sample(PROMPTS, config, seed=0))
+        results.append(engine.sample(PROMPTS, config, seeds=0))
     ours, theirs = results
     assert torch.equal(ours.completion_ids, theirs.completion_ids)
     torch.testing.assert_close(ours.sampling_logp, theirs.sampling_logp, atol=1e-5, rtol=0)

@@ -83,7 +83,7 @@ def agreeing_rollout(folder, prompts):
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
     engine = make_engine("shared", model, tokenizer)
     config = GRPOConfig(generation_max_length=24, generation_temperature=1.0, generation_top_k=0, generation_top_p=1.0)
-    rollout = engine.sample(prompts, config, seed=0)
+    rollout = engine.sample(prompts, config, seeds=0)
     expected, mask = plain_logp(model, rollout), rollout.completion_mask
     with torch.no_grad():
         trained = engine.log_probs(rollout, None, dict(temperature=1.0)).logp

@@ -2,9 +2,10 @@
 
 import sys
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from conftest import PROMPTS
@@ -12,17 +13,16 @@ from conftest import PROMPTS
 from config import GRPOConfig
 from data import encode_prompt
 from engine import cache, make_engine, sampler
-from engine.plain import Engine
-from engine.ranks import Ranks
+from engine.device_policy import DevicePolicy
+from engine.shared import Shared
 from engine.vllm_engine import VLLM
 from environments.conversations import sample_with_environment
-from runs.groups import join_rollouts, sample_on_all_ranks, select_groups
-from logprobs import restrict_logits
+from experience import Groups
+from logprobs import distribution_of, restrict_logits
 from model import byte_tokenizer
 from sample import (
-    decode_completion, make_rollout,
-    Rollout, demonstrations_as_rollout, left_pad, pad_rows, sample_completions_for_prompts,
-    sample_inverse_cdf, stop_token_ids, uniform_streams,
+    Rollout, concatenate, decode_completion, demonstrations_as_rollout, left_pad, make_rollout, pad_rows,
+    sample_completions_for_prompts, sample_inverse_cdf, select, stop_token_ids, uniform_streams,
 )
 
 
@@ -60,16 +60,16 @@ def test_the_plain_sampler_is_that_of_each_completion_alone_by_hand(architecture
         return [70 + len(ids)] * (sum(ids) % 5 - 1) if with_environment else []
 
     prompts = [encode_prompt(tokenizer, prompt) for prompt in PROMPTS]
-    uniforms = uniform_streams(prompts, [0, 0, 0, 1], 3, 14, seed=2)
+    uniforms = uniform_streams(6, 4, 3, 14)
     with torch.no_grad():
-        expected = [sample_by_hand(model, prompts[row // 3], uniforms[row], config.distribution, stops, reply) for row in range(12)]
+        expected = [sample_by_hand(model, prompts[row // 3], uniforms[row], distribution_of(config), stops, reply) for row in range(12)]
     assert {ended for _, _, ended in expected} == {True, False} and any(False in drawn for _, drawn, _ in expected) == with_environment
     forward = model.base_model.forward
     monkeypatch.setattr(model.base_model, "forward", lambda **inputs: shapes.append(tuple(inputs["input_ids"].shape)) or forward(**inputs))
     for size in 0, 7:                                     # all at once, and two prompts at once
         asked.clear(), shapes.clear()
         rollout = sample_completions_for_prompts(
-            model, tokenizer, PROMPTS, replace(config, generation_batch_size=size), seed=2,
+            model, tokenizer, PROMPTS, replace(config, generation_batch_size=size), seed=6,
             reply=(lambda row, ids: asked.append((row, ids)) or reply(ids)) if with_environment else None)
         longest = max(len(ids) for ids, _, _ in expected)
         assert rollout.completion_ids.tolist() == [ids + [0] * (longest - len(ids)) for ids, _, _ in expected]
@@ -86,8 +86,7 @@ def test_the_plain_sampler_is_that_of_each_completion_alone_by_hand(architecture
                 sizes.append(going if going <= 0.75 * sizes[-1] else sizes[-1])
             assert shapes == [(4, max(map(len, prompts))), *((rows, 1) for rows in sizes[1:])]
             assert with_environment or sizes[-1] < 12
-    with torch.no_grad():
-        trained = make_engine("plain", model, tokenizer).log_probs(rollout, None, config.distribution)
+    trained = make_engine("plain", model, tokenizer).log_probs(rollout)
     torch.testing.assert_close(rollout.sampling_logp, trained.logp, atol=1e-5, rtol=1e-5)
 
 
@@ -101,10 +100,13 @@ def test_demonstrations_are_a_rollout_of_one_completion_for_each_prompt(model, t
     assert rollout.prompt_mask[:, -1].all() and rollout.completion_mask[:, 0].all()
 
 
-def test_a_repeated_prompt_and_every_sibling_have_streams_of_their_own():
-    streams = uniform_streams([[1, 2], [3], [1, 2]], [0, 0, 1], 2, 5, seed=0)
+def test_every_prompt_and_every_sibling_has_a_stream_of_its_own():
+    streams = uniform_streams(0, 3, 2, 5)
     assert streams.shape == (6, 5) and len({tuple(row) for row in streams.tolist()}) == 6
-    assert (streams[2] == uniform_streams([[3]], [0], 2, 9, seed=0)[0, :5]).all()
+    assert torch.equal(streams[2:4], uniform_streams([(0, 1)], 1, 2, 9)[:, :5])
+    assert torch.equal(uniform_streams([7], 1, 2, 5), uniform_streams([(7,)], 1, 2, 5))
+    with pytest.raises(ValueError, match=r"^seed: 2 for 3 prompts; pass an integer, or one for each$"):
+        uniform_streams([0, 1], 3, 2, 5)
 
 
 @pytest.mark.parametrize("draw", [sample_inverse_cdf, sampler.sample_in_blocks], ids=["plain", "shared"])
@@ -144,46 +146,55 @@ def test_pad_may_be_a_stop_id_or_a_token_that_is_sampled(model, tokenizer, pad, 
     everything = dict(generation_top_p=1.0, generation_top_k=0, generation_temperature=1.5)
     config = replace(settings, **everything, num_completions_per_prompt=16)
     engine = make_engine("shared", model, tokenizer)
-    rollout = engine.sample(PROMPTS, config, seed=0)
+    rollout = engine.sample(PROMPTS, config, seeds=0)
     if pad == 50:
         assert (rollout.completion_ids == 50)[rollout.completion_mask].any(), "the pad token was sampled"
-    trained = engine.log_probs(rollout, None, config.distribution)
+    trained = engine.log_probs(rollout)
     assert (rollout.sampling_logp - trained.logp).abs().max() < 1e-4
 
 
 def test_the_same_completion_alone_in_a_batch_and_after_others_have_finished(engine, monkeypatch):
     engine.model.generation_config.eos_token_id = list(range(1, 30))             # rows end at different times
     config = GRPOConfig(num_completions_per_prompt=4, generation_max_length=30, generation_top_k=0, generation_top_p=1.0)
-    together = engine.sample(PROMPTS[:3], config, seed=7)
+    together = engine.sample(PROMPTS[:3], config, seeds=7)
     assert len(set(together.completion_mask.sum(1).tolist())) > 3
     for i, prompt in enumerate(PROMPTS[:3]):
-        alone = engine.sample([prompt], config, seed=7)
+        alone = engine.sample([prompt], config, seeds=[(7, i)])
         assert alone.completions == together.completions[4 * i : 4 * i + 4]
     monkeypatch.setitem(sampler.INITIAL_CAPACITY, "cpu", 5)
     monkeypatch.setattr(cache, "COLUMNS_AT_ONCE", 4)
     at_once, queued = (engine.sample(
-        PROMPTS * 2, replace(config, generation_batch_size=size), seed=7, num_completions=1) for size in (8, 3))
+        PROMPTS * 2, replace(config, generation_batch_size=size), seeds=7, num_completions=1) for size in (8, 3))
     assert queued.completions == at_once.completions      # some begin while others are long
     torch.testing.assert_close(queued.sampling_logp, at_once.sampling_logp, atol=1e-5, rtol=1e-5)
     for steps in 3, 100:                                  # between two looks at which rows have ended
         monkeypatch.setitem(sampler.TOKENS_BETWEEN_CHECKS, "cpu", steps)
-        seldom = engine.sample(PROMPTS[:3], config, seed=7)
+        seldom = engine.sample(PROMPTS[:3], config, seeds=7)
         assert torch.equal(seldom.completion_ids, together.completion_ids) and torch.equal(seldom.completion_mask, together.completion_mask)
         torch.testing.assert_close(seldom.sampling_logp, together.sampling_logp, atol=1e-5, rtol=1e-5)
-    other_seed = engine.sample(PROMPTS[:3], config, seed=8)
+    other_seed = engine.sample(PROMPTS[:3], config, seeds=8)
     assert other_seed.completions != together.completions
     assert len(set(together.completions)) > 6, "siblings differ"
 
 
 def test_temperature_zero_takes_the_likeliest_token(engine, model, tokenizer):
     config = GRPOConfig(generation_temperature=0.0, generation_max_length=8)
-    rollout = engine.sample(PROMPTS, config, seed=0)
+    rollout = engine.sample(PROMPTS, config, seeds=0)
     for row, completion in enumerate(rollout.completion_ids):
         ids = encode_prompt(tokenizer, PROMPTS[row // 4])
         for token in completion[rollout.completion_mask[row]].tolist():
             assert token == model(torch.tensor([ids])).logits[0, -1].argmax()
             ids.append(token)
     assert not rollout.sampling_logp.any() and rollout.completion_mask.sum() > 64
+
+
+@dataclass
+class Traced(Rollout):
+    """A rollout with fields that the program does not know."""
+
+    hidden: torch.Tensor | None = None                    # (B, T)
+    notes: list = field(default_factory=list)             # B
+    levels: dict = field(default_factory=dict)            # name -> (P,)
 
 
 @pytest.mark.parametrize("with_turns", [False, True])
@@ -193,36 +204,59 @@ def test_rollouts_are_joined_and_groups_selected_as_if_sampled_so(with_turns):
         prompts, completions = [list(range(first, first + n)) for n in widths], pad_rows(ids)
         mask = pad_rows([[True] * n for n in lengths])
         points = completions / 8 if with_turns else None
-        return Rollout(*left_pad(prompts, 0), completions, mask, -completions / 4, mask[:, 0], [f"{first}-{n}" for n in lengths], points)
+        texts = [f"{first}-{n}" for n in lengths]
+        return Traced(
+            *left_pad(prompts, 0), completions, mask, -completions / 4, mask[:, 0], texts, {"top_k": 5}, points, hidden=completions / 2,
+            notes=[[text] for text in texts], levels={"hard": torch.tensor(widths)})
 
     parts = rollout(100, [2, 3], [4, 1, 2, 2]), rollout(200, [5], [6, 3])
-    joined = join_rollouts(parts)
+    joined = concatenate(parts)
     assert [ids[mask].tolist() for ids, mask in zip(joined.prompt_ids, joined.prompt_mask)] == [[100, 101], [100, 101, 102], [*range(200, 205)]]
     assert joined.prompt_mask.tolist() == [[False] * 3 + [True] * 2, [False] * 2 + [True] * 3, [True] * 5]
     assert joined.completion_mask.sum(dim=1).tolist() == [4, 1, 2, 2, 6, 3] and not (joined.completion_mask[:, 1:] & ~joined.completion_mask[:, :-1]).any()
     assert joined.completion_ids[4].tolist() == [200, 201, 202, 203, 204, 205] and joined.completion_ids[0].tolist() == [100, 101, 102, 103, 0, 0]
     assert torch.equal(joined.sampling_logp, -joined.completion_ids / 4) and joined.finished.all()
     assert joined.completions == ["100-4", "100-1", "100-2", "100-2", "200-6", "200-3"]
-    chosen = select_groups(joined, torch.tensor([False, True, True]), torch.tensor([False] * 2 + [True] * 4))
-    for part in (joined, chosen) if with_turns else ():
-        assert torch.equal(part.turn_points, part.completion_ids / 8)
+    chosen = select(joined, torch.tensor([False, True, True]))
+    scores = torch.arange(6.0).view(3, 2)
+    groups = Groups([{"prompt": p} for p in range(3)], joined, scores, {"r": -scores}, scores, extra=list("abcdef"))
+    replaced = groups.replace(torch.tensor([True, False, False]), groups.select(torch.tensor([False, False, True])))
+    assert [example["prompt"] for example in replaced.examples] == [1, 2, 2] and replaced.extra == list("cdefef") and replaced.replaced == 1
+    assert replaced.scores.tolist() == (-replaced.per_function["r"]).tolist() == [[2, 3], [4, 5], [4, 5]]
+    for part in joined, chosen, replaced.rollout:
+        assert type(part) is Traced and part.distribution == {"top_k": 5} and part.notes == [[text] for text in part.completions]
+        assert torch.equal(part.hidden, part.completion_ids / 2) and torch.equal(part.levels["hard"], part.prompt_mask.sum(dim=1))
+        assert not with_turns or torch.equal(part.turn_points, part.completion_ids / 8)
     assert chosen.completions == joined.completions[2:] and torch.equal(chosen.prompt_ids, joined.prompt_ids[1:])
     for name in "prompt_mask", "completion_ids", "completion_mask", "sampling_logp", "finished":
         assert torch.equal(getattr(chosen, name), getattr(joined, name)[1 if name == "prompt_mask" else 2 :]), name
     assert with_turns or chosen.turn_points is joined.turn_points is None
 
 
+@pytest.mark.parametrize("function,values,error", [
+    (concatenate, [("a", "b")] * 2, "notes: not a tensor, list or dict"), (concatenate, [np.ones(2)] * 2, "notes: not a tensor"),
+    (concatenate, [None, ["a", "b"]], "notes: parts are of different types"), (concatenate, [{"a": 1.0}, {}], "notes: parts have different"),
+    (concatenate, [1.0, 2.0], "notes: differs between parts"), (select, [("a", "b")], "notes: not a tensor or list with entries for each"),
+    (select, [np.ones(2)], "notes: not a tensor or list"), (select, [torch.ones(3)], "notes: not a tensor or list with entries for each"),
+])
+def test_a_field_that_cannot_be_joined_or_selected_is_named(function, values, error):
+    ids = torch.ones(2, 1).long()
+    parts = [Traced(ids, ids.bool(), ids, ids.bool(), ids.float(), ids[:, 0].bool(), ["", ""], notes=value) for value in values]
+    with pytest.raises((TypeError, ValueError), match=f"^{error}"):
+        concatenate(parts) if function is concatenate else select(parts[0], torch.tensor([True, False]))
+
+
 def test_sampling_leaves_the_model_as_it_was(engine, model, settings):
     def look(*inputs):
         assert not model.training and not torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
-        assert model.config._attn_implementation == ("prefix_attention" if engine.shares_prompts else "sdpa")
+        assert model.config._attn_implementation == ("prefix_attention" if type(engine) is Shared else "sdpa")
         raise KeyError
 
     for training in True, False:
         model.train(training)
         hook = model.base_model.register_forward_pre_hook(look)
         with pytest.raises(KeyError), torch.autocast("cpu", torch.bfloat16):
-            engine.sample(PROMPTS, settings, seed=0)
+            engine.sample(PROMPTS, settings, seeds=0)
         hook.remove()
         assert model.training == training and torch.is_grad_enabled() and model.config._attn_implementation == "sdpa"
 
@@ -230,8 +264,8 @@ def test_sampling_leaves_the_model_as_it_was(engine, model, settings):
 class Scripted(VLLM):
     """With a vLLM that draws prescribed tokens: siblings end after 1, 2, 3 ... tokens. Remembers the requests."""
 
-    def __init__(self, *args):
-        Engine.__init__(self, *args)
+    def __init__(self, policy):
+        self.policy, policy.sampler = policy, self
         self.requests, self.llm = [], SimpleNamespace(generate=self.draw)
 
     def draw(self, inputs, parameters, use_tqdm):
@@ -257,18 +291,19 @@ def vllm(monkeypatch):
 
 
 def test_an_engine_fills_the_same_rollout(model, tokenizer, vllm):
-    engine, again = Scripted(model, tokenizer), Scripted(model, tokenizer)
+    policies = [DevicePolicy(model, tokenizer) for _ in range(2)]
+    engine, again = map(Scripted, policies)
     config = GRPOConfig(engine="vllm", num_completions_per_prompt=4, generation_max_length=3, generation_temperature=0.5)
-    rollout = engine.sample(PROMPTS, config, seed=0)
+    rollout = policies[0].sample(PROMPTS, config, seeds=0)
     (request,) = engine.requests
     assert request["prompts"] == [encode_prompt(tokenizer, prompt) for prompt in PROMPTS] and request["n"] == 4
-    assert request["distribution"] == dict(temperature=0.5, top_k=50, top_p=0.9, min_p=0.0) and request["max_tokens"] == [3] * len(PROMPTS)
+    assert rollout.distribution == request["distribution"] == dict(temperature=0.5, top_k=50, top_p=0.9, min_p=0.0) and request["max_tokens"] == [3] * len(PROMPTS)
     assert len(set(request["seeds"])) == len(PROMPTS)
     assert rollout.completion_mask.sum(dim=1).tolist() == [1, 2, 3, 3] * len(PROMPTS)
     assert rollout.finished.tolist() == [True, True, True, False] * len(PROMPTS)         # the last met the limit
     assert torch.equal(rollout.sampling_logp, torch.where(rollout.completion_mask, -0.5, 0.0))
     assert rollout.completions[:3] == [tokenizer.decode([50 + g] * g) for g in range(3)]
-    again.sample(PROMPTS, config, seed=0)
+    policies[1].sample(PROMPTS, config, seeds=0)
     assert again.requests == engine.requests
 
 
@@ -276,22 +311,13 @@ def test_prompts_of_the_same_ids_have_other_random_numbers_however_they_are_writ
     monkeypatch.setattr(engine.tokenizer, "chat_template", "{% for m in messages %}{{ m.content | trim }}{% endfor %}")
     prompts = ["1+1=?", "1+1=? ", [{"role": "user", "content": "1+1=?"}]]
     assert len({tuple(encode_prompt(engine.tokenizer, prompt)) for prompt in prompts}) == 1
-    completions = engine.sample(prompts, settings, seed=0).completions
+    completions = engine.sample(prompts, settings, seeds=0).completions
     assert completions[:4] != completions[4:8] != completions[8:]
-    seen = []
-
-    def look(examples, repeats):
-        seen.extend(repeats)
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        sample_on_all_ranks(engine, Ranks(engine.device), look, [{"prompt": prompt} for prompt in prompts])
-    assert seen == [0, 1, 2]
 
 
 def test_a_reply_ends_at_the_limit(engine, settings, monkeypatch):
     monkeypatch.setattr(engine.model.generation_config, "eos_token_id", list(range(200)))
-    rollout = engine.sample(PROMPTS[:2], settings, seed=0, reply=lambda row, ids: [70] * 100)
+    rollout = engine.sample(PROMPTS[:2], settings, seeds=0, reply=lambda row, ids: [70] * 100)
     limit = settings.generation_max_length
     assert rollout.completion_ids.shape[1] == limit and not rollout.finished.all() and (rollout.completion_ids[:, -1] == 70).any()
 
@@ -302,10 +328,10 @@ def test_an_engine_continues_conversations_after_each_reply(model, tokenizer, vl
     def respond(messages):
         return replies[sum(message["role"] == "assistant" for message in messages)]
 
-    engine = Scripted(model, tokenizer)
-    config = GRPOConfig(
+    policy = DevicePolicy(model, tokenizer)
+    engine, config = Scripted(policy), GRPOConfig(
         engine="vllm", num_completions_per_prompt=2, generation_max_length=80, environment="calculator", max_turns=4)
-    rollout = sample_with_environment(engine, respond, [{"prompt": prompt} for prompt in PROMPTS[:2]], config, seed=0)
+    rollout = sample_with_environment(policy, respond, [{"prompt": prompt} for prompt in PROMPTS[:2]], config, [0, 1])
     first, second, third = engine.requests
     assert first["n"] == 2 and second["n"] == third["n"] == 1
     assert [len(request["prompts"]) for request in engine.requests] == [2, 4, 4]
@@ -329,5 +355,5 @@ def test_texts_lose_stop_pad_and_bos_tokens_and_no_other_special_token():
     assert ids[0] == bos and decode_completion(tokenizer, [*ids, pad]) == "a<think>b<tool_call>"
     drawn = torch.tensor([[*ids, tokenizer.eos_token_id]])
     rollout = make_rollout(
-        tokenizer, [[5]], drawn, torch.ones_like(drawn).bool(), torch.ones_like(drawn).bool(), torch.zeros(drawn.shape), torch.tensor([True]))
+        tokenizer, [[5]], {}, drawn, torch.ones_like(drawn).bool(), torch.ones_like(drawn).bool(), torch.zeros(drawn.shape), torch.tensor([True]))
     assert rollout.completions == ["a<think>b<tool_call>"]

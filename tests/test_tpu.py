@@ -59,7 +59,7 @@ def on_both(model) -> list:
 def test_log_probabilities_and_gradients_are_those_of_plain_torch(architecture, tokenizer, settings, policy):
     """With entropy, exact KL and values, over several groups and rows out of order."""
     _, model = architecture
-    rollout = make_engine("shared", model, tokenizer).sample(PROMPTS, settings, seed=0)
+    rollout = make_engine("shared", model, tokenizer).sample(PROMPTS, settings, seeds=0)
     rows = torch.tensor([0, 9, 3, 4, 5, 15, 14])
     reference = copy.deepcopy(model)
     with torch.no_grad():
@@ -92,7 +92,7 @@ def test_sampler_and_trainer_agree_with_each_other_and_with_plain_torch(architec
         num_completions_per_prompt=3, generation_batch_size=6, generation_max_length=40, generation_temperature=1.0,
         generation_top_k=0, generation_top_p=1.0,
     )
-    rollout = judges[1].sample(PROMPTS[:3], config, seed=3)
+    rollout = judges[1].sample(PROMPTS[:3], config, seeds=3)
     assert len(set(rollout.completion_mask.sum(dim=1).tolist())) > 3
     for judge in judges:
         trained = judge.log_probs(rollout, None, {})

@@ -91,7 +91,7 @@ def update(model, steps: int) -> None:
 def sample(engine, **options):
     config = GRPOConfig(engine="vllm", **{"generation_max_length": 32} | options)
     with engine.sampling():
-        return engine.sample(PROMPTS, config, seed=3), config
+        return engine.sample(PROMPTS, config, seeds=3), config
 
 
 def deviation(engine, rollout, config) -> float:

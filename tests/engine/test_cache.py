@@ -38,21 +38,21 @@ def test_growing_compacting_and_refilling_change_no_log_probability(architecture
     monkeypatch.setattr(cache, "COLUMNS_AT_ONCE", 3)
     prompts = PROMPTS * 2 + ["x", "another one"]
     engine, config = make_engine("shared", model, tokenizer), GRPOConfig(num_completions_per_prompt=3, **ANY)
-    queued = engine.sample(prompts, replace(config, generation_batch_size=12), seed=3)
+    queued = engine.sample(prompts, replace(config, generation_batch_size=12), seeds=3)
     assert len(compactions) > 5 and max(active for active, _, _ in compactions) <= 12
-    trained = completion_log_probs(model, queued, temperature=1.0)
+    trained = completion_log_probs(model, queued)
     assert (queued.sampling_logp - trained.logp).abs().max() < 1e-4
     compactions.clear()
-    together = engine.sample(prompts, config, seed=3)
+    together = engine.sample(prompts, config, seeds=3)
     assert together.completions == queued.completions, "the queue makes no difference to what is drawn"
     assert compactions[0][0] > 20, "all of them at once"
     assert all(rows == active for active, rows, _ in compactions), "finished completions leave the batch"
     monkeypatch.setitem(sampler.INITIAL_CAPACITY, "cpu", 64)
     monkeypatch.setitem(sampler.KEPT_TOKENS, "cpu", 2**14)                       # as on CUDA
     compactions.clear()
-    assert engine.sample(prompts, config, seed=3).completions == together.completions and len(compactions) == 1
+    assert engine.sample(prompts, config, seeds=3).completions == together.completions and len(compactions) == 1
     compactions.clear()
-    assert engine.sample(prompts, replace(config, generation_batch_size=12), seed=3).completions == together.completions
+    assert engine.sample(prompts, replace(config, generation_batch_size=12), seeds=3).completions == together.completions
     assert len(compactions) > 3, "prompts that wait begin as soon as others have ended"
 
 
@@ -70,7 +70,7 @@ def test_a_prompt_is_held_once_in_the_layers_precision_and_no_more_than_its_wind
         held.clear()
         config = GRPOConfig(num_completions_per_prompt=8, **ANY | {"generation_max_length": 10})
         with_precision(shared.model, precision)
-        shared.sample(["a prompt of 23 tokens"], config, seed=0)
+        shared.sample(["a prompt of 23 tokens"], config, seeds=0)
         (windowed, own), (full, _) = held                 # the first layer has a window of 5
         assert windowed.shape == (1, 2, 4, 8) and full.shape == (1, 2, 22, 8) and own.shape == (8, 2, 9, 8)
         assert {part.dtype for pair in held for part in pair} == {dtype}
@@ -82,7 +82,7 @@ def test_prompts_are_forwarded_end_to_end_without_padding(shared, monkeypatch):
     monkeypatch.setattr(cache, "forward_packed", lambda model, ids, *args: (
         sizes.append(tuple(ids.shape)), real(model, ids, *args))[1])
     config = GRPOConfig(num_completions_per_prompt=2, **ANY | {"generation_max_length": 1})
-    shared.sample(["a long prompt among short ones", "x", "y"], config, seed=0)
+    shared.sample(["a long prompt among short ones", "x", "y"], config, seeds=0)
     assert sizes == [(1, 31 + 2 + 2)]
 
 
@@ -90,4 +90,4 @@ def test_logits_that_are_not_finite_are_named(shared, settings):
     with torch.no_grad():
         shared.model.get_output_embeddings().weight[7] = torch.nan
     with pytest.raises(AssertionError, match="not finite"):
-        shared.sample(PROMPTS, settings, seed=0)
+        shared.sample(PROMPTS, settings, seeds=0)

@@ -1,4 +1,4 @@
-"""The seams: engines that sample and score, among them a caller's own."""
+"""The policies that make_engine chooses, those of many processes and little memory, and a caller's own sampler."""
 
 import copy
 import re
@@ -7,18 +7,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import PROMPTS, made_up_rollout
+from torch.nn.utils import parameters_to_vector
 
 from config import Config, GRPOConfig
-from engine import make_engine, saves_tokens
+from engine import device_policy, make_engine, ranks, saves_tokens
+from engine.device_policy import DevicePolicy
 from engine.errors import RunError
-from engine.plain import Engine
+from engine.precision import with_precision
 from engine.shared import Shared
 from environments.conversations import sample_with_environment
 from environments.games import guess_letter
+from experience import demonstrations_as_experience
+from policy import Policy, RatioError
 from runs.setup import set_up
 from sample import sample_completions_for_prompts
-from conftest import PROMPTS
-from train import train
+from train import supervised_loss, train
 
 PAGE = Path(__file__).parents[2] / "CONTRIBUTING.md"
 CODE = re.search(r"```python run\n(.*?)\nconfig = ", PAGE.read_text().partition("## A sampler")[2], flags=re.DOTALL)[1]
@@ -41,28 +45,95 @@ def settings_of_run(folder, **more):
 
 def test_an_engine_samples_and_scores_as_the_functions_do_and_shared_differs_by_rounding(model, tokenizer, settings):
     plain, shared = make_engine("plain", model, tokenizer, max_tokens=100), make_engine("shared", model, tokenizer, max_tokens=100)
-    assert (type(plain), type(shared), plain.shares_prompts, shared.shares_prompts) == (Engine, Shared, False, True)
+    assert type(plain) is Policy and type(shared) is Shared
     rollout = sample_completions_for_prompts(model, tokenizer, PROMPTS, settings, seed=0)
     for engine in plain, shared:
-        sampled = engine.sample(PROMPTS, settings, seed=0)
+        sampled = engine.sample(PROMPTS, settings, seeds=0)
         assert torch.equal(sampled.completion_ids, rollout.completion_ids)
-        batches = engine.micro_batches(rollout, torch.arange(len(rollout.completion_ids)))
+        batches = [rows for rows, _ in engine.forward_passes(rollout, torch.arange(len(rollout.completion_ids)))]
         assert sorted(torch.cat(batches).tolist()) == list(range(len(rollout.completion_ids))) and len(batches) > 1
-        for rows in batches:
-            logp = engine.log_probs(rollout, rows, settings.distribution).logp
-            torch.testing.assert_close(logp, rollout.sampling_logp[rows], atol=1e-4, rtol=0)
-    assert len(plain.micro_batches(rollout, torch.arange(4), min_batches=4)) == 4
-    with pytest.raises(ValueError, match="fast must be plain or shared"):
+        for rows in None, torch.tensor([14, 3, 9]):
+            found, expected = engine.log_probs(rollout, rows), rollout.sampling_logp
+            torch.testing.assert_close(found.logp, expected if rows is None else expected[rows], atol=1e-4, rtol=0)
+            assert not found.logp.requires_grad
+    with pytest.raises(ValueError, match="fast must be plain, shared or vllm"):
         make_engine("fast", model, tokenizer)
+    assert type(make_engine("plain", with_precision(model, "bfloat16"), tokenizer)) is DevicePolicy
+
+
+def gradient(model):
+    return parameters_to_vector(p.grad for p in model.parameters())
+
+
+@pytest.mark.parametrize("make", [DevicePolicy, Shared])
+def test_when_memory_runs_out_passes_have_half_the_tokens_and_results_are_the_same(model, tokenizer, settings, monkeypatch, make):
+    policy, passes, seen = make(model, tokenizer, max_tokens=150), [], []
+    policy.train_with(torch.optim.SGD(model.parameters()), None)
+    rollout, forward = policy.sample(PROMPTS, settings, 0), policy.forward
+    batch = demonstrations_as_experience([], rollout).batch(torch.arange(16))
+    logp, losses = policy.log_probs(rollout).logp, policy.forward_backward(batch, supervised_loss)
+    once = gradient(model)
+
+    def short_of_memory(*args):
+        passes.append(policy.max_tokens)
+        if policy.max_tokens > 75 and len(passes) % 2 == 0:       # in the second pass, after a gradient
+            raise MemoryError("out of memory")
+        return forward(*args)
+
+    monkeypatch.setattr(policy, "forward", short_of_memory)
+    policy.on_less_memory = lambda *change: seen.append(change)
+    torch.testing.assert_close(policy.log_probs(rollout).logp, logp, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(gradient(model), once, rtol=0, atol=0)            # not the business of log_probs
+    policy.clear_gradient()
+    policy.max_tokens, passes[:] = 150, []
+    assert policy.forward_backward(batch, supervised_loss) == pytest.approx(losses, rel=1e-5)
+    assert (gradient(model) - once).norm() < 1e-5 * once.norm()
+    assert seen == [("max_tokens_per_forward", 150, 75, "out of memory")] * 2
+    policy.max_tokens, passes[:] = 150, []
+    with pytest.raises(MemoryError):                      # a repeat would lose the gradient of the first batch
+        policy.forward_backward(batch, supervised_loss)
+    monkeypatch.setattr(device_policy, "num_processes", lambda: 2)               # one cannot repeat alone
+    for compute in lambda: policy.log_probs(rollout), lambda: policy.forward_backward(batch, supervised_loss):
+        policy.clear_gradient()
+        passes[:] = []
+        with pytest.raises(MemoryError):
+            compute()
+    assert len(seen) == 2
+
+
+@pytest.mark.parametrize("value,least,tried", [(100, 30, [100, 50, 30]), (20, 30, [20])])
+def test_a_limit_is_halved_down_to_what_has_to_fit(shared, value, least, tried):
+    values = []
+
+    def compute(value):
+        values.append(value)
+        raise torch.OutOfMemoryError("out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        shared.halving("a_limit", value, least, compute)
+    assert values == tried
+
+
+@pytest.mark.parametrize("make", [DevicePolicy, Shared])
+def test_processes_forward_every_row_once_and_have_as_many_passes(model, tokenizer, monkeypatch, make):
+    policy, rollout = make(model, tokenizer, max_tokens=30), made_up_rollout([9, 5, 7], [5, 1, 9, 4, 12, 3])
+    for size, rows in (2, [0, 1, 2, 3, 4, 5]), (4, [0, 1, 2, 3, 4, 5]), (3, [5, 0]), (2, [3]):
+        monkeypatch.setattr(ranks, "num_processes", lambda size=size: size)
+        parts = []
+        for rank in range(size):
+            monkeypatch.setattr(ranks, "process_rank", lambda rank=rank: rank)
+            parts.append([part.tolist() for part, new in policy.forward_passes(rollout, torch.tensor(rows)) if len(new.logp) == len(part)])
+        assert sorted(row for each in parts for part in each for row in part) == sorted(rows) and len(set(map(len, parts))) == 1
+        assert all(each[0] for each in parts[: len(rows)]), "a row for each process, if there are enough"
 
 
 def test_the_sampler_of_the_page_trains_and_evaluates_and_a_run_that_is_resumed_without_it_says_so(tmp_path, capsys):
     sampled, generate = [], of_the_page()
 
     class Counted(generate):
-        def sample(self, prompts, config, **options):
+        def sample(self, prompts, *args, **options):
             sampled.append(len(prompts))
-            return super().sample(prompts, config, **options)
+            return super().sample(prompts, *args, **options)
 
     train(settings_of_run(tmp_path / "run"), engine=Counted)
     assert sampled == [4, 4, 4, 4], "evaluation, two steps, evaluation"
@@ -77,24 +148,24 @@ def test_the_sampler_of_the_page_trains_and_evaluates_and_a_run_that_is_resumed_
     ("scores.gather(-1, ids[..., None])[..., 0]", "scores.amax(dim=-1)"),
 ], ids=["temperature", "padding", "log-probabilities"])
 def test_a_sampler_that_is_wrong_ends_the_run_at_its_first_step(tmp_path, old, new):
-    with pytest.raises(RunError, match="first ratios must be 1"):
-        train(settings_of_run(tmp_path), engine=of_the_page(old, new), reward_functions=lambda completions, **columns: list(map(len, completions)))
+    with pytest.raises(RatioError, match="first ratios must be 1"):
+        train(settings_of_run(tmp_path), engine=of_the_page(old, new), reward_functions=lambda completion_ids, **columns: list(map(sum, completion_ids)))
 
 
 def test_an_engine_that_does_not_call_reply_is_refused_with_an_environment(model, tokenizer, settings):
     model.generation_config.eos_token_id = list(range(1, 200))
-    with pytest.raises(RunError, match="engine Generate does not call reply: an environment needs that"):
-        sample_with_environment(of_the_page()(model, tokenizer), guess_letter, [{"prompt": "p", "answer": "x"}], settings, seed=0)
+    with pytest.raises(RunError, match="the policy's sample does not call reply: an environment needs that"):
+        sample_with_environment(of_the_page()(model, tokenizer), guess_letter, [{"prompt": "p", "answer": "x"}], settings, [0])
 
 
 def test_rows_that_have_ended_do_not_forward_a_pad_token_that_the_model_does_not_know(model, tokenizer, settings):
     model.generation_config.eos_token_id = list(range(1, 30))
     config = replace(settings, num_completions_per_prompt=8, generation_max_length=20)
-    expected = make_engine("plain", model, tokenizer).sample(PROMPTS, config, seed=0)
+    expected = make_engine("plain", model, tokenizer).sample(PROMPTS, config, seeds=0)
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.add_special_tokens({"pad_token": "<another pad>"})
     assert tokenizer.pad_token_id == model.get_input_embeddings().num_embeddings
-    found = make_engine("plain", model, tokenizer).sample(PROMPTS, config, seed=0)
+    found = make_engine("plain", model, tokenizer).sample(PROMPTS, config, seeds=0)
     assert found.completions == expected.completions and found.finished.any()
 
 
@@ -107,6 +178,6 @@ def test_prompts_are_shared_where_that_saves_a_fifth_of_the_tokens(prompt, copie
 
 @pytest.mark.slow
 def test_auto_is_plain_for_short_prompts_and_shared_for_long_ones(tmp_path):
-    for limit, engine in (40, Engine), (8, Shared):
+    for limit, engine in (40, Policy), (8, Shared):
         run = set_up(settings_of_run(tmp_path / str(limit), generation_max_length=limit))
-        assert type(run.engine) is engine
+        assert type(run.policy) is engine

@@ -216,8 +216,8 @@ def test_in_16_bits_sampler_and_trainer_round_alike(architecture, tokenizer, pre
 
     engine = make_engine("shared", with_precision(architecture[1], precision), tokenizer)
     config = GRPOConfig(generation_max_length=12, generation_temperature=1.0, generation_top_k=0, generation_top_p=1.0)
-    rollout = engine.sample(PROMPTS, config, seed=0)
-    trained = engine.log_probs(rollout, None, {}).logp
+    rollout = engine.sample(PROMPTS, config, seeds=0)
+    trained = engine.log_probs(rollout).logp
     assert (rollout.sampling_logp - trained).abs()[rollout.completion_mask].mean() < 4e-3              # 0.0014 on AVX2 alone
 
 
@@ -227,11 +227,11 @@ def test_a_layer_that_is_not_given_the_layout_is_named(shared):
     right = layer.forward
     layer.forward = lambda *args, token_layout, **kwargs: right(*args, **kwargs)
     with pytest.raises(CannotShare, match="Gemma3Attention was not given the layout"):
-        shared.log_probs(rollout, None, {})
+        shared.log_probs(rollout)
 
 
 def test_a_window_that_does_not_arrive_is_noticed_however_long_it_is(shared):
     """On prompts shorter than the window no number would tell."""
     shared.model.config.sliding_window = 4096             # the layers have kept 5
     with pytest.raises(CannotShare, match="attention layers by window"):
-        shared.log_probs(made_up_rollout([5], [4, 4]), None, {})
+        shared.log_probs(made_up_rollout([5], [4, 4]))

@@ -2,10 +2,11 @@
 
 import json
 import shutil
+from functools import partial
 
 import pytest
 import torch
-from conftest import logits_alone
+from conftest import experience_of, logits_alone
 from transformers import RecurrentGemmaConfig, RecurrentGemmaForCausalLM
 
 import train
@@ -40,17 +41,19 @@ def run_of(tmp_path, teacher, **flags):
 @pytest.mark.parametrize("estimator", ["exact", "ratio_k3"])
 def test_without_rewards_the_gradient_is_that_of_the_kl_to_the_teacher(tmp_path, teacher, estimator):
     run = set_up(run_of(tmp_path, teacher, kl_estimator=estimator))
-    run.begin_phase(run.phase)
+    run.begin_phase()
     groups = train.sample_groups(run, run.batches.take(4))
     assert groups.tied.all() and (groups.rewards == 0).all()
-    experience = train.experience_of(run, groups, train.group_advantages(run, groups))
-    losses = train.accumulate_gradients(run, experience, torch.arange(16), run.config.grpo)
-    found = {name: p.grad.clone() for name, p in run.model.named_parameters() if p.grad is not None}
-    run.model.zero_grad()
+    policy, config = run.policy, run.config.grpo
+    experience = experience_of(run, groups.rollout, groups.rewards)
+    reference = run.reference if estimator == "exact" else None
+    losses = policy.forward_backward(experience.batch(torch.arange(16)), partial(train.grpo_loss, config), reference=reference)
+    found = {name: p.grad.clone() for name, p in policy.model.named_parameters() if p.grad is not None}
+    policy.clear_gradient()
     rollout = experience.rollout
     total, count = 0.0, int(rollout.completion_mask.sum())
     for row in range(16):                                 # plain transformers, a completion at a time
-        (p, chosen), (q, _) = (logits_alone(model, rollout, row) for model in (run.model, run.teacher))
+        (p, chosen), (q, _) = (logits_alone(model, rollout, row) for model in (policy.model, run.teacher))
         p, q = p.log_softmax(-1), q.log_softmax(-1)
         if estimator == "exact":
             total = total + (p.exp() * (p - q.detach())).sum() / count
@@ -59,7 +62,7 @@ def test_without_rewards_the_gradient_is_that_of_the_kl_to_the_teacher(tmp_path,
             total = total + ((p - p.detach()).exp() * ((q - p).exp() - (q - p) - 1)).sum() / count
     total.backward()
     assert losses["kl"] == pytest.approx(total.item(), rel=1e-4) and losses["policy_loss"] == 0
-    for name, parameter in run.model.named_parameters():
+    for name, parameter in policy.model.named_parameters():
         if parameter.grad is not None:
             torch.testing.assert_close(found[name], parameter.grad, rtol=1e-3, atol=1e-6, msg=name)
 
