@@ -37,7 +37,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(not DEVICE, reason="torch rep
 
 
 @pytest.mark.parametrize("flags", [
-    "", "--precision bfloat16", "--precision float16", "--lora_rank 4", "--lora_rank 4 --precision bfloat16",
+    "", "--precision bfloat16", "--precision float16 --seed 1", "--lora_rank 4", "--lora_rank 4 --precision bfloat16",
     "--use_kl_penalty --use_value_head --gradient_checkpointing --ppo_epochs 2",
 ])
 def test_two_steps_learn(tmp_path, capsys, flags):
