@@ -82,7 +82,7 @@ class Policy:
                    loss. metrics: tensors (b, T), averaged over the tokens that are forwarded, and scalars,
                    which add up
         reference  another Policy, for new.kl
-        returns    total_loss, the terms and the metrics. If nothing is forwarded: terms of 0, means of NaN
+        returns    total_loss, the terms and the metrics. If nothing is forwarded: terms of 0, metrics of NaN
 
         A term named policy_loss is proportional to the advantages: if it is the only one, rows whose
         advantages are 0 have no gradient and are not forwarded.
@@ -94,8 +94,9 @@ class Policy:
         names = list({"total_loss": 0.0, **terms, **metrics})
         sums = self.add_gradients(batch, rows, loss_fn, reference) or [0.0] * len(names)
         results, num_tokens = dict(zip(names, sums, strict=True)), int(batch.mask[rows].sum())
-        for name in (name for name, x in metrics.items() if x.ndim):
-            results[name] = results[name] / num_tokens if num_tokens else math.nan
+        for name, x in metrics.items():
+            if x.ndim or not num_tokens:
+                results[name] = results[name] / num_tokens if num_tokens else math.nan
         self.losses.append(results["total_loss"])
         return results
 
