@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 import grpo
 from grpo import (
-    BASELINES, CENTERED_BASELINES, LOSSES, SCALES, aggregate, compute_group_advantages,
-    generalized_advantage_estimation, importance_weights, kl_penalty, overlong_penalty, policy_loss, token_loss, value_loss,
+    BASELINES, CENTERED_BASELINES, LOSSES, SCALES, compute_group_advantages, generalized_advantage_estimation, importance_weights,
+    kl_penalty, overlong_penalty, policy_loss, token_loss, token_weights, value_loss, weighted_loss,
 )
 
 # ---- advantages ----------------------------------------------------------------------------------------------------
@@ -217,33 +217,33 @@ LOSSES_BY_HAND = {
     "sequence_mask": sequence_mask,
     "reinforce": lambda A, logp, **_: -A * logp,
 }
-AGGREGATIONS_BY_HAND = {
-    "token_mean": lambda x, length, group_tokens: x / 17,
-    "sequence_mean": lambda x, length, group_tokens: x / length / 9,
-    "prompt_mean": lambda x, length, group_tokens: x / group_tokens / 3,
-    "constant": lambda x, length, group_tokens: x / (9 * MAX_TOKENS),
-}
-COUNTS = dict(                  # of the whole step, of which a batch is a part
-    num_tokens=17, num_sequences=9, max_tokens=MAX_TOKENS, num_prompts=3, group_tokens=torch.tensor([[8], [8], [6], [6]]))
-ONES = dict(num_tokens=1, num_sequences=1, max_tokens=1, num_prompts=1, group_tokens=torch.ones(1, 1))
+def weights_by_hand(mask, aggregation):
+    """The factor of each token, over lists: rows of an update in groups of two, with their numbers of tokens counted one by one."""
+    lengths = [sum(row) for row in mask.tolist()]
+    group_tokens = [lengths[row] + lengths[row ^ 1] for row in range(len(lengths))]
+    num_sequences, num_prompts = sum(n > 0 for n in lengths), sum(n > 0 for n in group_tokens[::2])
+    divisor = {
+        "token_mean": lambda row: sum(lengths), "sequence_mean": lambda row: lengths[row] * num_sequences,
+        "prompt_mean": lambda row: group_tokens[row] * num_prompts, "constant": lambda row: num_sequences * MAX_TOKENS,
+    }[aggregation]
+    return torch.tensor([[1 / divisor(row) if chosen else 0 for chosen in tokens] for row, tokens in enumerate(mask.tolist())]).double()
+
+
 CLIPS = dict(clip_low=CLIP_LOW, clip_high=CLIP_HIGH)
 
 
-def assert_equal_by_hand(batch, loss_type, weights=None, **options):
+def assert_equal_by_hand(batch, loss_type, **options):
     """Value and gradient against a loop over tokens, each alone."""
     logp, old_logp, advantages, mask = batch
-    total = 0.0 * logp.sum()
+    total, weights = 0.0 * logp.sum(), weights_by_hand(mask, LOSSES[loss_type].aggregation)
     for row in range(len(mask)):
         tokens = mask[row].nonzero().flatten().tolist()
         log_ratios = [logp[row, t] - old_logp[row, t] for t in tokens]
         for t, log_ratio in zip(tokens, log_ratios):
-            x = LOSSES_BY_HAND[loss_type](
+            total += weights[row, t] * LOSSES_BY_HAND[loss_type](
                 A=advantages[row, t % advantages.shape[1]].item(), logp=logp[row, t], old_logp=old_logp[row, t],
                 ratio=log_ratio.exp(), sequence_ratio=(sum(log_ratios) / len(tokens)).exp(), product=sum(log_ratios).exp(), **options)
-            x = x * (1.0 if weights is None else weights[row, t])
-            group_tokens = COUNTS["group_tokens"][row].item()
-            total += AGGREGATIONS_BY_HAND[LOSSES[loss_type].aggregation](x, len(tokens), group_tokens)
-    loss, stats = policy_loss(logp, old_logp, advantages, mask, loss_type=loss_type, weights=weights, **options, **CLIPS, **COUNTS)
+    loss, stats = policy_loss(logp, old_logp, advantages, mask, weights, loss_type=loss_type, **options, **CLIPS)
     close(loss, total)
     (ours,), (by_hand,) = torch.autograd.grad(loss, logp), torch.autograd.grad(total, logp)
     close(ours, by_hand)
@@ -285,7 +285,7 @@ def test_the_dual_clip_equals_its_formula_and_bounds_what_the_first_one_lets_thr
     advantages = advantages.abs() * torch.tensor([[-1.0], [-1.0], [-1.0], [1.0]])
     batch = logp, old_logp - 1, advantages, mask          # ratios around e: with a negative advantage nothing else stops them
     single, double = (assert_equal_by_hand(batch, loss_type, **options)[2]["clip_fraction"] for options in ({}, dict(dual_clip=2.5)))
-    assert 0 < single < double
+    assert 0 < single.sum() < double.sum()
 
 
 @pytest.mark.parametrize("loss_type,options", [
@@ -294,14 +294,13 @@ def test_the_clip_fraction_counts_tokens_without_gradient_or_with_a_capped_weigh
     batch = logp, old_logp, _, mask = far_off_policy(8, token_level=False)
     _, gradient, stats = assert_equal_by_hand(batch, loss_type, **options)
     removed = (logp - old_logp).exp() > 1 + CLIP_HIGH if loss_type in ("cispo", "scale_rl") else gradient == 0
-    count = int((removed & mask).sum())
-    assert count > 0 or loss_type in ("reinforce", "sapo")
-    close(stats["clip_fraction"], count / COUNTS["num_tokens"], 1e-6)
+    assert (removed & mask).any() or loss_type in ("reinforce", "sapo")
+    assert stats["clip_fraction"].equal((removed & mask).float())
 
 
 def test_no_gradient_flows_through_weights_statistics_or_generalized_advantages():
     logp, old_logp, advantages, mask = toy_batch()
-    _, stats = policy_loss(logp, old_logp, advantages, mask, **COUNTS)
+    _, stats = policy_loss(logp, old_logp, advantages, mask)
     sampling_logp = toy_batch(seed=6)[0]
     weights = importance_weights(logp, sampling_logp, mask, cap=1.2)
     estimates = generalized_advantage_estimation(torch.ones_like(logp), logp, mask)
@@ -314,15 +313,16 @@ def test_a_call_without_options_takes_their_usual_values():
     ref_logp, rewards = toy_batch(seed=7)[0].detach(), torch.tensor([[0.0, 1e-7], [0.0, 1.0]], dtype=torch.float64)
     values, filled = 3 * ref_logp, old_logp.masked_fill(~mask, 0.0)
     pairs = [
-        (policy_loss(logp, old_logp, advantages, mask, num_tokens=3)[0], policy_loss(
-            logp, old_logp, advantages, mask, loss_type="dapo", num_tokens=3, clip_low=0.2, clip_high=0.2)[0]),
-        (policy_loss(logp, old_logp, advantages, mask, num_tokens=3)[0], policy_loss(
-            logp, old_logp, advantages, mask, num_tokens=3, dual_clip=math.inf)[0]),
+        (policy_loss(logp, old_logp, advantages, mask)[0], policy_loss(
+            logp, old_logp, advantages, mask, loss_type="dapo", clip_low=0.2, clip_high=0.2)[0]),
+        (policy_loss(logp, old_logp, advantages, mask)[0], policy_loss(logp, old_logp, advantages, mask, dual_clip=math.inf)[0]),
         (compute_group_advantages(rewards / 3e-6), compute_group_advantages(
             rewards / 3e-6, baseline="group_mean", scale="group", epsilon=1e-8)),
         (kl_penalty(logp, ref_logp), kl_penalty(logp, ref_logp, estimator="k3")),
-        (value_loss(values, filled, ref_logp, mask, num_tokens=3), value_loss(
-            values, filled, ref_logp, mask, num_tokens=3, clip=0.2)),
+        (value_loss(values, filled, ref_logp, mask), value_loss(values, filled, ref_logp, mask, token_weights(mask), clip=0.2)),
+        (token_weights(mask), token_weights(mask, "token_mean")),
+        (token_weights(mask, "constant"), token_weights(mask, "constant", max_tokens=6)),
+        (token_weights(mask, "prompt_mean"), token_weights(mask, "prompt_mean", group_tokens=mask.sum())),
         (generalized_advantage_estimation(logp, values, mask)[0], generalized_advantage_estimation(
             logp, values, mask, gamma=0.99, lam=0.95)[0]),
     ]
@@ -331,22 +331,26 @@ def test_a_call_without_options_takes_their_usual_values():
 
 
 @pytest.mark.parametrize("loss_type", LOSSES)
-def test_importance_weights_multiply_a_tokens_loss(loss_type):
-    logp, old_logp, advantages, mask = toy_batch(seed=5)
+def test_importance_weights_by_hand_multiply_a_tokens_loss_when_they_multiply_its_advantage(loss_type):
+    logp, old_logp, advantages, mask = far_off_policy(5, token_level=False)
     sampling_logp = toy_batch(seed=6)[0].detach()
     weights = importance_weights(old_logp, sampling_logp, mask, cap=1.2)
     for i, t in itertools.product(range(4), range(6)):
-        by_hand = min(math.exp(old_logp[i, t] - sampling_logp[i, t]), 1.2) if mask[i, t] else 1.0
-        close(weights[i, t], by_hand)
+        close(weights[i, t], min(math.exp(old_logp[i, t] - sampling_logp[i, t]), 1.2) if mask[i, t] else 1.0)
     assert (weights == 1.2).any() and (weights[mask] < 1).any()
-    assert_equal_by_hand((logp, old_logp, advantages, mask), loss_type, weights=weights)
+    dual = [dict(dual_clip=1.2)] if "dual_clip" in LOSSES[loss_type].bounds else []
+    for options in {}, dict(off_policy_limit=0.1), *dual:
+        apart, removed, _ = token_loss(logp, old_logp, advantages, mask, loss_type=loss_type, **options)
+        folded, same, _ = token_loss(logp, old_logp, advantages * weights, mask, loss_type=loss_type, **options)
+        close(folded[mask], (apart * weights)[mask])
+        assert same[mask].equal(removed[mask]) and (removed.any() or not options)
 
 
 @pytest.mark.parametrize("loss_type", LOSSES)
 def test_a_ratio_beyond_all_bounds_stays_finite(loss_type):
     logp, mask = torch.tensor([[-1.0, -2.0]], requires_grad=True), torch.ones(1, 2, dtype=torch.bool)
     for gap, advantage in itertools.product([1e4, -1e4], [1.0, -1.0, 0.0]):
-        loss, _ = policy_loss(logp, logp.detach() + gap, torch.tensor([advantage]), mask, loss_type=loss_type, **ONES)
+        loss, _ = policy_loss(logp, logp.detach() + gap, torch.tensor([advantage]), mask, loss_type=loss_type)
         (gradient,) = torch.autograd.grad(loss, logp)
         assert loss.isfinite() and gradient.isfinite().all(), f"{gap} {advantage}"
 
@@ -357,22 +361,36 @@ def test_a_ratio_beyond_all_bounds_stays_finite(loss_type):
 ])
 def test_a_ratio_is_cut_at_e_to_the_twenty(loss_type, A, gap, loss):
     logp, advantages = torch.tensor([[-1.0]], dtype=torch.float64), torch.tensor([A], dtype=torch.float64)
-    options = dict(loss_type=loss_type, clip_high=1e12 if loss_type == "cispo" else 0.2, num_tokens=1, num_sequences=1)
+    options = dict(loss_type=loss_type, clip_high=1e12 if loss_type == "cispo" else 0.2)
     actual, stats = policy_loss(logp, logp - gap, advantages, torch.ones(1, 1, dtype=torch.bool), **options)
     close(actual, loss, 1e-12)
-    close(stats["ratio_deviation"], abs(math.exp(math.copysign(20, gap)) - 1), 1e-12)
-    close(stats["approx_kl"], math.exp(math.copysign(20, gap)) - 1 - gap, 1e-12)
+    close(stats["ratio_deviation"], [[abs(math.exp(math.copysign(20, gap)) - 1)]], 1e-12)
+    close(stats["approx_kl"], [[math.exp(math.copysign(20, gap)) - 1 - gap]], 1e-12)
+
+
+@pytest.mark.parametrize("aggregation", sorted({loss.aggregation for loss in LOSSES.values()}))
+def test_weights_equal_their_formulas_and_those_of_minibatches_that_split_a_group_add_up(aggregation):
+    """The second row is empty, and so is the last group."""
+    mask = torch.tensor([[1, 0, 1, 1, 1], [0] * 5, [1, 0, 0, 0, 0], [1, 1, 1, 1, 0], [0] * 5, [0] * 5]).bool()
+    group_tokens = torch.tensor([4, 4, 5, 5, 0, 0])[:, None]
+    weights = token_weights(mask, aggregation, group_tokens=group_tokens, max_tokens=MAX_TOKENS)
+    close(weights.double(), weights_by_hand(mask, aggregation), 1e-7)
+    close(weights.sum(), 9 / (3 * MAX_TOKENS) if aggregation == "constant" else 1.0, 1e-6)
+    first, second = (
+        token_weights(mask[rows], aggregation, group_tokens=group_tokens[rows], max_tokens=MAX_TOKENS)
+        for rows in (slice(0, 3), slice(3, 6)))
+    part = {"token_mean": 5 / 9, "prompt_mean": 1.2 / 2}.get(aggregation, 2 / 3)  # 5 of 9 tokens, 1.2 of 2 prompts, 2 of 3 completions
+    close(torch.cat([part * first, (1 - part) * second]), weights, 1e-7)
 
 
 @pytest.mark.parametrize("loss_type", LOSSES)
-def test_halves_of_a_batch_add_up_to_the_whole(loss_type):
+def test_micro_batches_add_up_to_the_gradient_of_the_whole(loss_type):
     logp, old_logp, advantages, mask = toy_batch(seed=1)
-    policy_loss(logp, old_logp, advantages, mask, loss_type=loss_type, **COUNTS)[0].backward()
+    policy_loss(logp, old_logp, advantages, mask, loss_type=loss_type)[0].backward()
     whole, logp.grad = logp.grad, None
+    weights = token_weights(mask, LOSSES[loss_type].aggregation)                 # as without weights
     for rows in torch.tensor([0]), torch.tensor([3, 1, 2]):
-        counts = COUNTS | dict(group_tokens=COUNTS["group_tokens"][rows])
-        part = policy_loss(logp[rows], old_logp[rows], advantages[rows], mask[rows], loss_type=loss_type, **counts)
-        part[0].backward()
+        policy_loss(logp[rows], old_logp[rows], advantages[rows], mask[rows], weights[rows], loss_type=loss_type)[0].backward()
     close(logp.grad, whole, 1e-12)
 
 
@@ -380,60 +398,55 @@ def test_halves_of_a_batch_add_up_to_the_whole(loss_type):
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 1e30])
 def test_what_stands_in_the_padding_changes_nothing(loss_type, garbage):
     logp, old_logp, advantages, mask = toy_batch(seed=2, masked_value=0.0)
-    counts = COUNTS | dict(loss_type=loss_type)
-    clean = policy_loss(logp, old_logp, advantages, mask, **counts)
-    dirty = policy_loss(logp, old_logp.masked_fill(~mask, garbage), advantages, mask, **counts)
+    clean = policy_loss(logp, old_logp, advantages, mask, loss_type=loss_type)
+    dirty = policy_loss(logp, old_logp.masked_fill(~mask, garbage), advantages, mask, loss_type=loss_type)
     clean[0].backward()
     expected, logp.grad = logp.grad, None
     dirty[0].backward()
     assert torch.equal(clean[0], dirty[0]) and torch.equal(logp.grad, expected)
-    assert clean[1] == dirty[1]
+    assert all(dirty[1][name].equal(x) for name, x in clean[1].items())
+    weights = token_weights(mask)
+    assert weighted_loss(logp, weights).equal(weighted_loss(logp.masked_fill(~mask, garbage), weights))
 
 
 @pytest.mark.parametrize("loss_type", [name for name, loss in LOSSES.items() if loss.aggregation == "token_mean"])
 def test_on_the_first_step_the_gradient_is_reinforce(loss_type):
     logp, _, advantages, mask = toy_batch()
-    loss, stats = policy_loss(logp, logp.detach(), advantages, mask, loss_type=loss_type, num_tokens=int(mask.sum()))
+    loss, stats = policy_loss(logp, logp.detach(), advantages, mask, loss_type=loss_type)
     loss.backward()
-    close(logp.grad, -advantages * mask / mask.sum(), 1e-12)
-    assert stats["clip_fraction"] == 0 and stats["ratio_deviation"] == 0
+    close(logp.grad, -advantages * mask / mask.sum(), 1e-7)
+    assert not stats["clip_fraction"].any() and not stats["ratio_deviation"].any()
 
 
 def test_the_clip_stops_tokens_that_left_the_trust_region_in_the_direction_of_their_advantage():
     ratio = torch.tensor([[1.5, 1.5, 0.5, 0.5, 1.1]], dtype=torch.float64)
     advantages = torch.tensor([[1.0, -1.0, 1.0, -1.0, 1.0]], dtype=torch.float64)
     logp, mask = ratio.log().requires_grad_(), torch.ones(1, 5, dtype=torch.bool)
-    loss, stats = policy_loss(logp, torch.zeros_like(logp), advantages, mask, num_tokens=5)
+    loss, stats = policy_loss(logp, torch.zeros_like(logp), advantages, mask)
     loss.backward()
     assert (logp.grad[0] == 0).tolist() == [True, False, False, True, False]
-    close(stats["clip_fraction"], 2 / 5, 1e-7)
-    close(stats["ratio_deviation"], (4 * 0.5 + 0.1) / 5)
-    close(stats["approx_kl"], sum(r - 1 - math.log(r) for r in (1.5, 1.5, 0.5, 0.5, 1.1)) / 5)
+    assert stats["clip_fraction"].tolist() == [[1, 0, 0, 1, 0]]
+    close(stats["ratio_deviation"], [[0.5, 0.5, 0.5, 0.5, 0.1]])
+    close(stats["approx_kl"], [[r - 1 - math.log(r) for r in (1.5, 1.5, 0.5, 0.5, 1.1)]])
 
 
 def test_a_fully_masked_micro_batch_has_a_loss_of_zero_that_can_be_differentiated():
     logp, old_logp, advantages, mask = toy_batch()
     for loss_type in LOSSES:
-        loss, _ = policy_loss(logp, old_logp, advantages, torch.zeros_like(mask), loss_type=loss_type, **COUNTS)
+        loss, _ = policy_loss(logp, old_logp, advantages, torch.zeros_like(mask), loss_type=loss_type)
         loss.backward()
         assert loss == 0 and (logp.grad == 0).all()
 
 
-def test_missing_denominators_are_named():
-    logp, old_logp, advantages, mask = toy_batch()
-    with pytest.raises(ValueError, match="num_sequences"):
-        policy_loss(logp, old_logp, advantages, mask, loss_type="grpo", num_tokens=3)
-    with pytest.raises(ValueError, match="max_tokens"):
-        policy_loss(logp, old_logp, advantages, mask, loss_type="dr_grpo", num_tokens=3, num_sequences=3)
-    with pytest.raises(ValueError, match="divides by num_prompts and group_tokens: pass"):
-        policy_loss(logp, old_logp, advantages, mask, loss_type="scale_rl", num_tokens=3)
-    for missing, incomplete in ("group_tokens", dict(num_prompts=3)), ("num_prompts", dict(group_tokens=torch.ones(4, 1))):
-        with pytest.raises(ValueError, match=f"divides by {missing}: pass"):
-            policy_loss(logp, old_logp, advantages, mask, loss_type="scale_rl", num_tokens=3, **incomplete)
+def test_other_names_and_shapes_are_refused():
+    logp, old_logp, advantages, mask = toy_batch(width=4)
     with pytest.raises(ValueError, match="loss_type"):
-        policy_loss(logp, old_logp, advantages, mask, loss_type="ppo", num_tokens=3)
+        policy_loss(logp, old_logp, advantages, mask, loss_type="ppo")
     with pytest.raises(ValueError, match="aggregation"):
-        aggregate(logp, mask, "mean", num_tokens=3)
+        token_weights(mask, "mean")
+    for shape in (3,), (2, 2), (2, 1), (1, 4), (1, 1), (4, 2):                   # the second and fourth: (P, G)
+        with pytest.raises(ValueError, match="advantages must be .* flatten those of compute_group_advantages"):
+            policy_loss(logp, old_logp, torch.ones(shape), mask)
 
 
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
@@ -448,7 +461,7 @@ def test_an_entry_has_bounds_for_each_option_of_its_function_and_its_default_kee
 def test_completions_that_got_too_unlikely_are_dropped_if_they_were_below_the_mean(loss_type):
     logp, old_logp, _, mask = toy_batch(seed=3)
     old_logp = logp.detach() + torch.tensor([[0.6], [0.6], [0.3], [-0.4]])       # unlikelier, unlikelier, by less than the limit, likelier
-    for sign in 1.0, -1.0:
+    for sign in 2.0, -2.0:
         advantages = torch.full((4, 1), sign)
         loss, clipped, _ = token_loss(logp, old_logp, advantages, mask, loss_type=loss_type, off_policy_limit=0.5)
         free, removed, _ = token_loss(logp, old_logp, advantages, mask, loss_type=loss_type)
@@ -462,7 +475,7 @@ def test_completions_that_got_too_unlikely_are_dropped_if_they_were_below_the_me
 def test_an_option_that_a_loss_does_not_have_is_named():
     for loss_type, known in ("cispo", []), ("gspo", ["dual_clip"]):
         with pytest.raises(ValueError, match=re.escape(f"{loss_type} has no option ['delta']; its options: {known}")):
-            policy_loss(*toy_batch(), loss_type=loss_type, delta=0.1, **COUNTS)
+            policy_loss(*toy_batch(), loss_type=loss_type, delta=0.1)
 
 
 # ---- KL ------------------------------------------------------------------------------------------------------------
@@ -563,10 +576,10 @@ def test_gae_with_lambda_one_is_return_minus_value_and_with_lambda_zero_the_td_e
 
 
 def test_value_loss_by_hand_and_its_gradient_stops_outside_the_clip():
-    points = [(1.0, 0.0, 2.0), (0.1, 0.0, 1.0), (-0.7, 0.5, -2.0), (0.4, 0.5, -1.0), (-0.7, 0.5, 3.0)]     # V, old_V, R
-    values, old, returns = (torch.tensor([[*column, 9.0]], dtype=torch.float64) for column in zip(*points))
+    points = [(1.0, 0.0, 2.0), (0.1, 0.0, 1.0), (-0.7, 0.5, -2.0), (0.4, 0.5, -1.0), (-0.7, 0.5, 3.0), (9.0, 0.0, 5.0)]           # V, old_V, R
+    values, old, returns = (torch.tensor([column], dtype=torch.float64) for column in zip(*points))
     values, mask = values.requires_grad_(), torch.tensor([[True] * 5 + [False]])
-    loss = value_loss(values, old, returns, mask, num_tokens=4, clip=0.2)
+    loss = value_loss(values, old, returns, mask, torch.full((1, 6), 0.25), clip=0.2)
     errors = (0.2 - 2) ** 2, (0.1 - 1) ** 2, (0.3 + 2) ** 2, (0.4 + 1) ** 2, (-0.7 - 3) ** 2
     close(loss, 0.5 * sum(errors) / 4, 1e-12)
     loss.backward()
@@ -576,23 +589,23 @@ def test_value_loss_by_hand_and_its_gradient_stops_outside_the_clip():
 # ---- copied out ----------------------------------------------------------------------------------------------------
 
 
-def test_every_function_but_three_works_copied_alone_into_another_project():
+def test_every_function_but_four_works_copied_alone_into_another_project():
     ones, mask = torch.ones(2, 3), torch.ones(2, 3, dtype=torch.bool)
     of_tokens = dict(logp=ones, log_ratio=ones, advantages=ones, mask=mask, clip_low=0.2, clip_high=0.2)
     calls = {
         compute_group_advantages: lambda f: [
             f(torch.rand(2, 3), baseline=baseline, scale=scale) for baseline in BASELINES for scale in SCALES],
-        aggregate: lambda f: [f(ones, mask, kind, **ONES) for kind in AGGREGATIONS_BY_HAND],
+        token_weights: lambda f: [f(mask, loss.aggregation) for loss in LOSSES.values()],
+        weighted_loss: lambda f: f(ones, ones),
         kl_penalty: lambda f: f(ones, ones),
-        value_loss: lambda f: f(ones, ones, ones, mask, num_tokens=6),
         generalized_advantage_estimation: lambda f: f(ones, ones, mask),
         overlong_penalty: lambda f: f(torch.tensor([3, 4]), max_tokens=4, buffer=2),
         importance_weights: lambda f: f(ones, ones, mask, cap=2.0),
         grpo.too_unlikely: lambda f: f(ones, ones, mask, 1.0),
     } | {loss.per_token: lambda f: f(**of_tokens) for loss in LOSSES.values() if loss.per_token is not grpo.gspo}
     functions = {f for f in vars(grpo).values() if inspect.isfunction(f) and f.__module__ == "grpo"}
-    assert functions - set(calls) == {policy_loss, token_loss, grpo.gspo}
-    imports = re.search(r"below `(.*)` and `(.*)`\swithout", grpo.__doc__).groups()
+    assert functions - set(calls) == {policy_loss, token_loss, value_loss, grpo.gspo}
+    imports = re.search(r"below `(.*?)` and `(.*?)` without", " ".join(grpo.__doc__.split())).groups()
     for function, call in calls.items():
         project = {}
         exec("\n".join(imports), project)
@@ -612,8 +625,7 @@ def test_a_bandit_with_one_right_token_is_solved_in_fifty_steps(loss_type):
         tokens = torch.multinomial(logits.softmax(0).detach(), 32, replacement=True).view(32, 1)
         advantages = compute_group_advantages((tokens == 7).float().view(4, 8)).view(-1)
         logp = logits.log_softmax(0)[tokens]
-        loss, _ = policy_loss(logp, logp.detach(), advantages, torch.ones_like(tokens).bool(), loss_type=loss_type,
-                              num_tokens=32, num_sequences=32, max_tokens=1, num_prompts=4, group_tokens=torch.tensor(8))
+        loss, _ = policy_loss(logp, logp.detach(), advantages, torch.ones_like(tokens).bool(), loss_type=loss_type)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
