@@ -4,6 +4,7 @@ import platform
 import signal
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -21,11 +22,11 @@ from transformers import (
 
 import train
 from config import GRPOConfig, ModelConfig
+from data import Batches
 from engine import make_engine
-from experience import Groups, compute_experience
 from engine.models import make_reference, load_any_policy, save_any_policy
 from engine.text_model import trainable_parameters
-from data import Batches
+from experience import Groups, compute_experience
 from model import ValueHead, byte_tokenizer
 from runs.command_line import parse_config
 from runs.folder import read_jsonl
@@ -300,23 +301,38 @@ def start_run(folder, *flags):
 def experience_of(run, rollout, rewards):
     """The Experience of a rollout with made-up rewards (P, G), computed as grpo_training_step does."""
     run.progress.add_rewards(rewards)
-    groups = Groups([{"prompt": ""}] * len(rewards), rollout, rewards, {}, rewards)
-    return compute_experience(groups, train.group_advantages(rewards, run.config.grpo, run.progress.mean_reward), run.config.grpo, run.policy, run.reference)
+    config, groups = run.config.grpo, Groups([{"prompt": ""}] * len(rewards), rollout, rewards, {}, rewards)
+    advantages = train.group_advantages(rewards, config, run.progress.mean_reward)
+    return compute_experience(groups, advantages, config, run.policy, run.reference)
 
 
-def shared_log_probs(model, rollout, rows=None, *, reference=None, value_head=None, **policy):
+def forward_backward(run, experience, rows=None, loss_fn=None):
+    """The losses of an update on some rows, or all of them, as in grpo_training_step."""
+    config, rows = run.config.grpo, torch.arange(len(experience.mask)) if rows is None else rows
+    batch = experience.batch(rows, config.aggregation, max_tokens=config.generation_max_length)
+    loss_fn = loss_fn or partial(train.grpo_loss, config)
+    return run.policy.forward_backward(batch, loss_fn, reference=run.reference if config.exact_kl else None)
+
+
+def gradient(run, experience, rows=None, loss_fn=None):
+    """All gradients of an update in one vector, in float64; and its losses."""
+    run.policy.clear_gradient()
+    losses = forward_backward(run, experience, rows, loss_fn)
+    return torch.cat([p.grad.flatten() for p in run.policy.parameters]).double(), losses
+
+
+def shared_log_probs(model, rollout, rows=None, *, reference=None):
     """As completion_log_probs, by the shared engine."""
-    engine = make_engine("shared", model, None)
-    engine.value_head = value_head
+    policy = make_engine("shared", model, None)
     rows = torch.arange(len(rollout.completion_ids)) if rows is None else rows
-    return engine.forward(replace(rollout, distribution=policy or rollout.distribution), rows, reference and engine.like(reference))
+    return policy.forward(rollout, rows, reference and policy.like(reference))
 
 
 def with_engine(run, name, max_tokens):
-    """Let another engine take over the objects of a run's phase."""
+    """Let the policy of another engine take over the objects of a run's phase."""
     old = run.policy
     run.policy = make_engine(name, old.model, old.tokenizer, max_tokens=max_tokens)
-    run.policy.train_with(old.optimizer, old.scheduler, value_head=old.value_head)
+    run.policy.train_with(old.optimizer, old.scheduler, old.value_head)
 
 
 def logits_alone(model, rollout, row):
@@ -346,18 +362,18 @@ def with_settings(base, architecture="gemma3", **grpo):
     """The run with other settings, on a model of two narrow layers, so that rounding has less to add up."""
     torch.manual_seed(0)
     config = replace(base.config, grpo=replace(base.config.grpo, **grpo))
-    engine = make_engine("shared", ARCHITECTURES[architecture]().eval(), base.tokenizer, max_tokens=base.policy.max_tokens)
-    run = replace(base, config=config, policy=engine, progress=replace(base.progress))
+    policy = make_engine("shared", ARCHITECTURES[architecture]().eval(), base.policy.tokenizer, max_tokens=base.policy.max_tokens)
+    run = replace(base, config=config, policy=policy, progress=replace(base.progress))
     run.batches = Batches(base.train_set, 4, 0)
     if run.config.grpo.kl_coef:                           # a reference that differs, or its gradient would vanish
-        run.reference = engine.like(make_reference(engine.model))
+        run.reference = policy.like(make_reference(policy.model))
         with torch.no_grad():
             run.reference.model.get_output_embeddings().weight.mul_(1.5)
-    value_head = None
+    value_head, parameters = None, [*policy.model.parameters()]
     if run.config.grpo.use_value_head:
         value_head = ValueHead(32)
         torch.nn.init.normal_(value_head.layers[-1].weight)
-    parameters = [*engine.model.parameters(), *(value_head.parameters() if value_head is not None else [])]
+        parameters += value_head.parameters()
     optimizer = torch.optim.SGD(parameters, lr=1.0)
-    run.policy.train_with(optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer), value_head=value_head)
+    policy.train_with(optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer), value_head)
     return run

@@ -5,15 +5,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import experience_of, logits_alone, with_settings
+from conftest import experience_of, forward_backward, gradient, logits_alone, with_engine, with_settings
+from torch import Tensor
 from torch.nn.functional import pad
 
 import train
-from engine import make_engine
-from experience import minibatches
-from grpo import LOSSES, policy_loss
+from experience import Batch, minibatches, sampled_kl
+from grpo import LOSSES, importance_weights, policy_loss, weighted_loss
 from sample import Rollout
-from train import accumulate_gradients, sample_groups
+from train import sample_groups
 
 # Every term there is, so that none can depend on how a step is cut.
 TERMS = {
@@ -36,20 +36,9 @@ def off_policy(run, seed=0):
     rewards = torch.randn(len(rollout.prompt_ids), run.config.grpo.num_completions_per_prompt)
     rewards[1] = 0.7
     experience = experience_of(run, rollout, rewards)
-    if experience.importance_weights is not None:         # then ratios are taken to the policy as it is
+    if run.config.grpo.importance_cap:                    # then ratios are taken to the policy as it is
         experience.old_logp = experience.old_logp + torch.where(mask, noise, 0.0)
     return experience
-
-
-def gradient(run, experience, *parts):
-    """All gradients in one vector, in float64, of accumulate_gradients called for each part, or for all rows at once."""
-    run.model.zero_grad()
-    if run.value_head is not None:
-        run.value_head.zero_grad()
-    for rows in parts or [torch.arange(len(experience.mask))]:
-        losses = accumulate_gradients(run, experience, rows, run.config.grpo)
-    parameters = [*run.model.parameters(), *(run.value_head.parameters() if run.value_head is not None else [])]
-    return torch.cat([p.grad.flatten() for p in parameters]).double(), losses
 
 
 def differ(left, right):
@@ -58,23 +47,13 @@ def differ(left, right):
 
 def reordered(experience, groups):
     """The same experience with its groups in another order."""
-    size = len(experience.mask) // len(experience.rollout.prompt_ids)
-    rows = (groups[:, None] * size + torch.arange(size)).flatten()
+    rows = (4 * groups[:, None] + torch.arange(4)).flatten()
 
-    def move(tensor):
-        return None if tensor is None else tensor[rows]
+    def move(item, **changes):
+        tensors = {name: x[groups if len(x) == len(groups) else rows] for name, x in vars(item).items() if isinstance(x, Tensor)}
+        return replace(item, **tensors, **changes)
 
-    old = experience.rollout
-    rollout = Rollout(
-        old.prompt_ids[groups], old.prompt_mask[groups], move(old.completion_ids), move(old.completion_mask),
-        move(old.sampling_logp), move(old.finished), [old.completions[row] for row in rows],
-    )
-    tensors = {
-        name: move(getattr(experience, name))
-        for name in ("mask", "advantages", "trainer_logp", "old_logp", "importance_weights", "reference_logp", "old_values", "returns",
-                     "group_tokens")
-    }
-    return replace(experience, rollout=rollout, **tensors)
+    return move(experience, rollout=move(experience.rollout))
 
 
 def padded(experience, left, right):
@@ -82,7 +61,7 @@ def padded(experience, left, right):
     old = experience.rollout
 
     def wider(tensor, value):
-        return tensor if tensor is None or tensor.shape[1] == 1 else pad(tensor, (0, right), value=value)
+        return None if tensor is None else pad(tensor, (0, right), value=value)
 
     rollout = replace(
         old, prompt_ids=pad(old.prompt_ids, (left, 0), value=7), prompt_mask=pad(old.prompt_mask, (left, 0)),
@@ -93,7 +72,6 @@ def padded(experience, left, right):
         experience, rollout=rollout, mask=wider(experience.mask, False), advantages=wider(experience.advantages, 9.0),
         trainer_logp=wider(experience.trainer_logp, -3.0),
         old_logp=wider(experience.old_logp, math.nan), reference_logp=wider(experience.reference_logp, 2.0),
-        importance_weights=wider(experience.importance_weights, 7.0),
         old_values=wider(experience.old_values, 4.0), returns=wider(experience.returns, -4.0),
     )
 
@@ -111,7 +89,7 @@ def test_the_gradient_of_a_step_does_not_depend_on_how_it_is_cut_padded_or_order
     tolerance *= 5 if loss_type == "sequence_mask" else 1            # a product of ratios adds up their rounding
     run = with_settings(base, architecture, loss_type=loss_type, **TERMS[terms])
     experience = off_policy(run)
-    for module in run.model, run.reference, run.value_head:
+    for module in run.policy.model, run.reference and run.reference.model, run.policy.value_head:
         if module is not None:
             module.to(dtype)
     whole, losses = gradient(run, experience)
@@ -123,14 +101,63 @@ def test_the_gradient_of_a_step_does_not_depend_on_how_it_is_cut_padded_or_order
         "permuted rows": (experience, torch.randperm(num_rows)),
     }
     for name, (variant, rows) in variants.items():
-        same, _ = gradient(run, variant, *([] if rows is None else [rows]))
+        same, _ = gradient(run, variant, rows)
         assert differ(same, whole) < tolerance, f"{name}: {differ(same, whole)}"
     for budget, shared in (200, True), (61, True), (1, True), (150, False):
-        run.engine = make_engine("shared" if shared else "plain", run.model, run.tokenizer, max_tokens=budget)
+        with_engine(run, "shared" if shared else "plain", budget)
         cut, parts = gradient(run, experience)
         assert differ(cut, whole) < tolerance, f"{budget=} {shared=}: {differ(cut, whole)}"
         for metric, value in losses.items():
             assert parts[metric] == pytest.approx(value, rel=1e-4, abs=1e-5), metric
+
+
+@pytest.mark.parametrize("flags", [
+    {}, dict(use_kl_penalty=True), dict(use_kl_penalty=True, kl_estimator="exact"), dict(use_kl_penalty=True, kl_in="reward"),
+    dict(entropy_coef=0.2), dict(use_value_head=True), dict(importance_cap=1.3),
+], ids=str)
+def test_rows_that_are_not_forwarded_would_have_no_gradient(base, monkeypatch, flags):
+    run = with_settings(base, **flags)
+    experience, forward, forwarded = off_policy(run), run.policy.forward, []
+    experience.advantages = experience.advantages * (torch.arange(16) // 4 != 1)[:, None]
+    monkeypatch.setattr(run.policy, "forward", lambda rollout, rows, *rest: forwarded.extend(rows.tolist()) or forward(rollout, rows, *rest))
+    some, losses = gradient(run, experience)
+    alone = not any(name.endswith("_term") for name in losses)
+    assert alone == (flags.keys() <= {"importance_cap"} or "reward" in flags.values())
+    assert sorted(forwarded) == ([*range(4), *range(8, 16)] if alone else [*range(16)])
+    monkeypatch.setattr(Batch, "rows_with_gradient", lambda batch, of_policy_loss_alone: batch.rows)
+    every, _ = gradient(run, experience)
+    assert len({*forwarded}) == 16 and differ(some, every) < 2e-6
+
+
+def test_a_new_term_of_the_loss_and_a_new_metric_are_one_edit_each(base, monkeypatch):
+    """The term acts on tied rows too, which are not forwarded for the policy loss alone; supervised training has none of it."""
+    run, usual_loss = with_settings(base), train.grpo_loss
+    experience = off_policy(run)
+    without, _ = gradient(run, experience)
+    run.policy.clear_gradient()
+    probability = run.policy.forward(experience.rollout, torch.arange(16)).logp.exp()[experience.mask]
+    (0.1 * probability.mean()).backward()
+    of_term = torch.cat([p.grad.flatten() for p in run.policy.parameters]).double()
+
+    def grpo_loss(config, new, batch):
+        terms, metrics = usual_loss(config, new, batch)
+        terms["length_term"] = 0.1 * weighted_loss(new.logp.exp(), batch.weights)
+        metrics["probability"] = new.logp.exp()
+        return terms, metrics
+
+    monkeypatch.setattr(train, "grpo_loss", grpo_loss)
+    for budget in 10**6, 61, 1:
+        with_engine(run, "shared", budget)
+        both, losses = gradient(run, experience)
+        assert differ(both, without + of_term) < 2e-6
+        assert [losses["probability"], 10 * losses["length_term"]] == pytest.approx([probability.mean().item()] * 2, rel=1e-5)
+        assert losses["total_loss"] == pytest.approx(losses["policy_loss"] + losses["length_term"])
+    run.policy.optimizer.param_groups[0]["lr"] = 0.0
+    metrics, _ = train.grpo_training_step(run, next(run.batches))
+    assert metrics["probability"] == pytest.approx(10 * metrics["length_term"])
+    metrics, experience = train.supervised_training_step(run, next(run.batches))
+    logp = run.policy.log_probs(experience.rollout).logp[experience.mask]
+    assert metrics["loss"] == pytest.approx(-float(logp.mean())) and "probability" not in metrics
 
 
 # ---- on policy, and after an update --------------------------------------------------------------------------------
@@ -140,67 +167,66 @@ def test_what_describes_the_policy_is_a_mean_over_the_tokens_that_were_looked_at
     run = with_settings(base)
     experience = off_policy(run)                          # the second group is tied, so it is left out
     _, losses = gradient(run, experience)
-    with torch.no_grad():
-        now = run.engine.log_probs(experience.rollout, None, {})
+    now = run.policy.log_probs(experience.rollout)
     looked_at = experience.mask & (experience.advantages != 0)
     assert looked_at.sum() < experience.mask.sum()
     log_ratio = (now.logp - experience.old_logp)[looked_at]
     assert losses["entropy"] == pytest.approx(float(now.entropy[looked_at].mean()), rel=1e-4)
     assert losses["ratio_deviation"] == pytest.approx(float((log_ratio.exp() - 1).abs().mean()), rel=1e-4)
     assert losses["approx_kl"] == pytest.approx(float((log_ratio.exp() - 1 - log_ratio).mean()), rel=1e-4)
-    up = (experience.advantages > 0).expand_as(looked_at)[looked_at]
+    up = (experience.advantages > 0)[looked_at]
     too_far = torch.where(up, log_ratio.exp() > 1.2, log_ratio.exp() < 0.8)
     assert losses["clip_fraction"] == pytest.approx(float(too_far.float().mean()), rel=1e-4) and too_far.any()
     tied = experience_of(run, experience.rollout, torch.zeros(len(experience.mask) // 4, 4))
-    names = "entropy", "clip_fraction", "ratio_deviation", "approx_kl"
-    losses = accumulate_gradients(run, tied, torch.arange(len(tied.mask)), run.config.grpo)
-    assert all(math.isnan(losses[name]) for name in names), "of no tokens"
+    of_none = dict.fromkeys(losses, math.nan) | {"total_loss": 0.0, "policy_loss": 0.0}
+    assert forward_backward(run, tied) == pytest.approx(of_none, nan_ok=True), "the same names"
 
 
 def one_token_rollout(run, prompt, tokens):
     """A group of one-token completions of a prompt."""
     ids = torch.tensor(tokens)[:, None]
     ones = torch.ones_like(ids, dtype=torch.bool)
-    prompt_ids = torch.tensor([run.tokenizer(prompt).input_ids])
+    prompt_ids = torch.tensor([run.policy.tokenizer(prompt).input_ids])
     prompt_mask = torch.ones_like(prompt_ids, dtype=torch.bool)
     return Rollout(prompt_ids, prompt_mask, ids, ones, torch.zeros(ids.shape), ones[:, 0], [""] * len(ids))
 
 
-@pytest.mark.parametrize("policy", [dict(top_k=50, top_p=0.9, temperature=0.8), dict(top_k=5, top_p=1.0, temperature=1.5),
-                                    dict(top_k=0, top_p=0.6, temperature=1.0), dict(top_k=0, top_p=1.0, temperature=1.0)])
-def test_the_policy_gradient_is_the_enumerated_gradient_of_the_truncated_policy(base, policy):
+@pytest.mark.parametrize("distribution", [dict(top_k=50, top_p=0.9, temperature=0.8), dict(top_k=5, top_p=1.0, temperature=1.5),
+                                          dict(top_k=0, top_p=0.6, temperature=1.0), dict(top_k=0, top_p=1.0, temperature=1.0)])
+def test_the_policy_gradient_is_the_enumerated_gradient_of_the_truncated_policy(base, distribution):
     """Every token, weighted by how often it is drawn, against the gradient of the expected reward itself."""
     run = with_settings(base)
+    model, policy = run.policy.model, run.policy
     prompt, vocabulary = "1+1=?", 263
     rewards = torch.randn(vocabulary)
-    logits = run.model(torch.tensor([run.tokenizer(prompt).input_ids])).logits[0, -1] / policy["temperature"]
+    logits = model(torch.tensor([policy.tokenizer(prompt).input_ids])).logits[0, -1] / distribution["temperature"]
     weights = logits.detach().exp().tolist()
-    ranked = sorted(range(vocabulary), key=lambda v: -weights[v])[: policy["top_k"] or vocabulary]
+    ranked = sorted(range(vocabulary), key=lambda v: -weights[v])[: distribution["top_k"] or vocabulary]
     total, kept, before = sum(weights[v] for v in ranked), [], 0.0
     for v in ranked:                                      # nucleus by hand: as long as the likelier ones hold less than top_p
-        if before / total < policy["top_p"]:
+        if before / total < distribution["top_p"]:
             kept.append(v)
         before += weights[v]
     expected_reward = (logits[kept].softmax(0) * rewards[kept]).sum()
-    run.model.zero_grad()
+    model.zero_grad()
     (-expected_reward).backward()
-    truth = torch.cat([p.grad.flatten() for p in run.model.parameters()]).double()
+    truth = torch.cat([p.grad.flatten() for p in model.parameters()]).double()
 
-    rollout = one_token_rollout(run, prompt, kept)
-    run.model.zero_grad()
-    new = run.engine.log_probs(rollout, None, policy)
+    rollout = replace(one_token_rollout(run, prompt, kept), distribution=distribution)
+    model.zero_grad()
+    new, weights = policy.forward(rollout, torch.arange(len(kept))), torch.ones(len(kept), 1)
     drawn = new.logp.detach().exp()
     assert float(drawn.sum()) == pytest.approx(1, abs=1e-5)
-    loss, _ = policy_loss(new.logp, new.logp.detach(), drawn * rewards[kept][:, None], rollout.completion_mask, num_tokens=1)
-    loss.backward()
-    ours = torch.cat([p.grad.flatten() for p in run.model.parameters()]).double()
+    weighted = drawn * rewards[kept][:, None]
+    policy_loss(new.logp, new.logp.detach(), weighted, rollout.completion_mask, weights)[0].backward()
+    ours = torch.cat([p.grad.flatten() for p in model.parameters()]).double()
     assert len(kept) > 1 and differ(ours, truth) < 1e-5
-    if policy["top_k"] or policy["top_p"] < 1:            # and the distribution without the truncation has another one
-        run.model.zero_grad()
-        full = run.engine.log_probs(rollout, None, {"temperature": policy["temperature"]})
-        weighted = drawn * rewards[kept][:, None]
-        policy_loss(full.logp, full.logp.detach(), weighted, rollout.completion_mask, num_tokens=1)[0].backward()
-        assert differ(torch.cat([p.grad.flatten() for p in run.model.parameters()]).double(), truth) > 1e-3
+    if distribution["top_k"] or distribution["top_p"] < 1:            # and the distribution without the truncation has another one
+        model.zero_grad()
+        rollout = replace(rollout, distribution={"temperature": distribution["temperature"]})
+        full = policy.forward(rollout, torch.arange(len(kept)))
+        policy_loss(full.logp, full.logp.detach(), weighted, rollout.completion_mask, weights)[0].backward()
+        assert differ(torch.cat([p.grad.flatten() for p in model.parameters()]).double(), truth) > 1e-3
 
 
 # ---- the other terms -----------------------------------------------------------------------------------------------
@@ -211,13 +237,13 @@ def test_the_entropy_bonus_has_the_gradient_of_the_entropy(base):
     rollout = sample_groups(run, next(run.batches)).rollout
     experience = experience_of(run, rollout, torch.zeros(4, 4))          # all tied: nothing but the bonus is left
     ours, losses = gradient(run, experience)
-    run.model.zero_grad()
+    run.policy.clear_gradient()
     total = 0.0
     for row in range(len(rollout.completion_ids)):
-        logits, _ = logits_alone(run.model, rollout, row)
+        logits, _ = logits_alone(run.policy.model, rollout, row)
         total = total - (logits.softmax(-1) * logits.log_softmax(-1)).sum()
     (-0.5 * total / rollout.completion_mask.sum()).backward()
-    truth = torch.cat([p.grad.flatten() for p in run.model.parameters()]).double()
+    truth = torch.cat([p.grad.flatten() for p in run.policy.parameters]).double()
     assert differ(ours, truth) < 1e-4
     assert losses["entropy"] == pytest.approx(total.item() / int(rollout.completion_mask.sum()), rel=1e-5)
 
@@ -253,9 +279,9 @@ def test_rows_that_are_not_trained_on_have_no_influence(base, terms, overlong):
     if "kl" in first.metrics:                             # of the reward: the loss has no second one
         assert "kl" not in losses
         assert first.metrics["kl"] == pytest.approx(second.metrics["kl"], rel=1e-4)
-    if "kl" in first.metrics and run.value_head is None:  # centred over the others of the group alone
+    if "kl" in first.metrics and run.policy.value_head is None:  # centred over the others of the group alone
         run.config = replace(run.config, grpo=replace(run.config.grpo, kl_penalty_coef=0.0))
-        penalty = (first.advantages - experience_of(run, rollout, points).advantages).view(4, 4)
+        penalty = (first.advantages - experience_of(run, rollout, points).advantages)[:, 0].view(4, 4)
         assert not penalty.masked_fill(~untrained.view(4, 4), 0.0).any() and penalty.abs().max() > 0.01
         torch.testing.assert_close(penalty.sum(dim=1), torch.zeros(4), atol=1e-4, rtol=0)
 
@@ -265,12 +291,13 @@ def test_the_kl_is_that_of_the_policy_where_its_own_log_probabilities_were_compu
     """An engine that rounds differently: neither penalty nor the loss's KL term depends on its log-probabilities."""
     for kl_in in "reward", "loss":
         run = with_settings(base, use_kl_penalty=True, kl_penalty_coef=0.3, kl_in=kl_in, importance_cap=cap)
-        run.engine.same_arithmetic = same_arithmetic
         rollout = sample_groups(run, next(run.batches)).rollout
+        run.policy.sampler = None if same_arithmetic else "another one"
         noise = torch.where(rollout.completion_mask, 0.5 * torch.randn(rollout.sampling_logp.shape), 0.0)
         exact, other = (experience_of(run, replace(rollout, sampling_logp=rollout.sampling_logp + n), torch.full((4, 4), 0.7))
                         for n in (0 * noise, noise))
-        torch.testing.assert_close(exact.advantages, other.advantages, atol=1e-5, rtol=1e-5)
+        weights = importance_weights(other.trainer_logp, other.rollout.sampling_logp, other.mask, cap=cap) if cap else 1.0
+        torch.testing.assert_close(exact.advantages * weights, other.advantages, atol=1e-5, rtol=1e-5)
         kl = [made.metrics["kl"] if kl_in == "reward" else gradient(run, made)[1]["kl"] for made in (exact, other)]
         assert kl[0] == pytest.approx(kl[1], rel=1e-5) and kl[0] != 0
 
@@ -282,12 +309,12 @@ def test_the_ratio_of_ratio_k3_is_capped_by_importance_cap(base):
     ratio = (far - made.trainer_logp).exp().clamp(max=2.0)
     x = made.reference_logp - far
     assert (ratio[made.mask] == 2.0).any() and (ratio[made.mask] < 1).any()
-    kl = made.sampled_kl(far, run.config.grpo)
+    kl = sampled_kl(far, made, run.config.grpo)
     torch.testing.assert_close(kl[made.mask], (ratio * (x.exp() - x - 1))[made.mask], atol=1e-4, rtol=1e-4)
     gradients = []
     for cap in 0.0, 1.0:                                  # on policy, where rounding decides whether a ratio is above 1
         logp = (made.trainer_logp + torch.where(made.mask, 1e-6, 0.0)).requires_grad_()
-        kl = made.sampled_kl(logp, replace(run.config.grpo, importance_cap=cap))
+        kl = sampled_kl(logp, made, replace(run.config.grpo, importance_cap=cap))
         gradients.append(torch.autograd.grad(kl[made.mask].sum(), logp)[0])
     torch.testing.assert_close(*gradients, atol=1e-4, rtol=1e-4)
 
@@ -300,13 +327,13 @@ def test_a_rollout_of_which_nothing_can_be_trained_on_changes_nothing_and_stops_
     unfinished = replace(rollout, finished=torch.zeros(16).bool())
     for which, points in (rollout, torch.full((4, 4), math.nan)), (unfinished, torch.randn(4, 4)):
         experience = experience_of(run, which, points)
-        before = [p.clone() for p in run.model.parameters()]
-        for rows in minibatches(run.config.grpo, 16, seed=run.minibatch_seed):
-            losses = accumulate_gradients(run, experience, rows, run.config.grpo)
-            train.optimizer_step(run, losses["total_loss"])
-            assert losses["total_loss"] == 0 and math.isnan(losses["entropy"])
-            assert math.isnan(losses.get("kl", math.nan)) and math.isnan(losses.get("value_loss", math.nan))
-        assert all(torch.equal(a, b) for a, b in zip(before, run.model.parameters()))
+        before = [p.clone() for p in run.policy.parameters]
+        for rows in minibatches(run.config.grpo, 16, seed=0):
+            losses = forward_backward(run, experience, rows)
+            assert not run.policy.optimizer_step(1.0)["skipped"]
+            terms = {name for name in losses if name.endswith("_term")} | {"policy_loss", "total_loss"}
+            assert losses == pytest.approx({name: 0.0 if name in terms else math.nan for name in losses}, nan_ok=True)
+        assert all(torch.equal(a, b) for a, b in zip(before, run.policy.parameters))
 
 
 @pytest.mark.parametrize("estimator", ["ratio_k3", "k3", "k2", "exact"])
@@ -315,18 +342,17 @@ def test_the_kl_term_is_the_estimate_averaged_as_the_loss_is_times_its_coefficie
     run = with_settings(base, use_kl_penalty=True, kl_penalty_coef=0.7, kl_estimator=estimator, loss_type=loss_type)
     experience = off_policy(run)
     rollout, mask = experience.rollout, experience.mask
-    with torch.no_grad():
-        logp = run.engine.log_probs(rollout, None, {}, reference=run.reference)
-        x = run.engine.log_probs(rollout, None, {}, model=run.reference).logp - logp.logp
-        k3 = x.exp() - x - 1
-        ratio = (logp.logp - rollout.sampling_logp).exp()
-    kl = {"ratio_k3": ratio * k3, "k3": k3, "k2": x**2 / 2, "exact": logp.kl}[estimator] * mask
+    new = run.policy.log_probs(rollout, reference=run.reference)
+    x = run.reference.log_probs(rollout).logp - new.logp
+    k3, ratio = x.exp() - x - 1, (new.logp - rollout.sampling_logp).exp()
+    kl = {"ratio_k3": ratio * k3, "k3": k3, "k2": x**2 / 2, "exact": new.kl}[estimator] * mask
     averaged = {
         "dapo": kl.sum() / mask.sum(), "grpo": (kl.sum(1) / mask.sum(1)).mean(), "dr_grpo": kl.sum() / (16 * run.config.grpo.generation_max_length)
     }[loss_type]
     _, losses = gradient(run, experience)
     assert losses["kl"] == pytest.approx(float(kl.sum() / mask.sum()), rel=1e-3)
-    assert losses["total_loss"] - losses["policy_loss"] == pytest.approx(0.7 * float(averaged), rel=1e-3)
+    assert losses["kl_term"] == pytest.approx(0.7 * float(averaged), rel=1e-3)
+    assert losses["total_loss"] == pytest.approx(losses["policy_loss"] + losses["kl_term"])
 
 
 def test_values_are_learned_where_no_advantage_is_left_too(base):
@@ -338,46 +364,61 @@ def test_values_are_learned_where_no_advantage_is_left_too(base):
     error = (experience.old_values - experience.returns)[experience.mask]
     assert losses["value_loss"] == pytest.approx(float(0.5 * error.square().mean()), rel=1e-4)
     with torch.no_grad():
-        run.value_head.layers[-1].bias += 0.5             # further than the clip of 0.2
+        run.policy.value_head.layers[-1].bias += 0.5             # further than the clip of 0.2
     _, losses = gradient(run, experience)
     far, near = (error + 0.5).square(), (error + 0.2).square()
     assert losses["value_loss"] == pytest.approx(float(0.5 * torch.maximum(far, near).mean()), rel=1e-3)
     assert not torch.equal(torch.maximum(far, near), far)
 
 
+def take_step(run, losses):
+    """The end of an update, as in grpo_training_step."""
+    update = losses | run.policy.optimizer_step(run.config.training.max_grad_norm)
+    run.progress.count(update)
+    train.follow_policy(run, update)
+    return update
+
+
 @pytest.mark.parametrize("mode", ["static", "ema", "periodic"])
 def test_the_reference_stays_follows_slowly_or_is_replaced(base, mode):
     run = with_settings(base, use_kl_penalty=True, reference_mode=mode, ema_alpha=0.75, reference_update_freq=2)
     run.progress.phase_step = 0
-    expected = [p.clone() for p in run.reference.parameters()]
-    rollout = sample_groups(run, next(run.batches)).rollout
+    kept = [*run.reference.model.parameters()]
+    expected, rollout = [p.clone() for p in kept], sample_groups(run, next(run.batches)).rollout
     for step in 1, 2, 3:
-        losses = accumulate_gradients(run, experience_of(run, rollout, torch.randn(4, 4)), torch.arange(16), run.config.grpo)
-        train.optimizer_step(run, losses["total_loss"])
-        policy = [p.detach().clone() for p in run.model.parameters()]
+        losses = forward_backward(run, experience_of(run, rollout, torch.randn(4, 4)))
+        take_step(run, losses)
+        policy = [p.detach().clone() for p in run.policy.model.parameters()]
         if mode == "ema":
-            expected = [0.75 * kept + 0.25 * new for kept, new in zip(expected, policy)]
+            expected = [0.75 * old + 0.25 * new for old, new in zip(expected, policy)]
         elif mode == "periodic" and step == 2:
             expected = policy
-        for kept, wanted in zip(run.reference.parameters(), expected):
-            torch.testing.assert_close(kept, wanted, rtol=1e-5 if mode == "ema" else 0, atol=1e-7 if mode == "ema" else 0)
-    assert all(p.grad is None for p in run.reference.parameters())
+        for found, wanted in zip(kept, expected):
+            torch.testing.assert_close(found, wanted, rtol=1e-5 if mode == "ema" else 0, atol=1e-7 if mode == "ema" else 0)
+    assert all(p.grad is None for p in kept)
 
 
-def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(base):
+@pytest.mark.parametrize("engine", ["plain", "shared"])
+def test_a_step_whose_gradient_or_loss_alone_is_not_finite_changes_nothing_and_is_counted(base, engine):
     run = with_settings(base)
+    with_engine(run, engine, 2048)
     run.progress.skipped = run.progress.skipped_in_a_row = 0
     rollout = sample_groups(run, next(run.batches)).rollout
     experience = experience_of(run, rollout, torch.randn(4, 4))
+
+    def endless(new, batch):
+        terms, metrics = train.grpo_loss(run.config.grpo, new, batch)
+        return terms | {"endless_term": torch.tensor(math.inf)}, metrics
+
     for number, broken in enumerate(["gradient", "loss", None], start=1):
-        before = [p.clone() for p in run.model.parameters()]
-        step = run.progress.step
-        losses = accumulate_gradients(run, experience, torch.arange(16), run.config.grpo)
+        before, step = [p.clone() for p in run.policy.parameters], run.progress.step
+        losses = forward_backward(run, experience, loss_fn=endless if broken == "loss" else None)
         if broken == "gradient":
-            next(run.model.parameters()).grad[0, 0] = math.nan
-        norm = train.optimizer_step(run, math.inf if broken == "loss" else losses["total_loss"])["grad_norm"]
-        same = all(torch.equal(a, b) for a, b in zip(before, run.model.parameters()))
+            run.policy.parameters[0].grad[0, 0] = math.nan
+        norm = take_step(run, losses)["grad_norm"]
+        same = all(torch.equal(a, b) for a, b in zip(before, run.policy.parameters))
         assert same == (broken is not None) and math.isfinite(norm) == (broken != "gradient")
         skipped = run.progress.skipped, run.progress.skipped_in_a_row
         assert run.progress.step == step + 1 and skipped == ((number, number) if broken else (2, 0))
-        assert all(p.grad is None for p in run.model.parameters())
+        assert run.policy.scheduler.last_epoch == (broken is None)
+        assert all(p.grad is None for p in run.policy.parameters)
