@@ -445,7 +445,7 @@ def test_other_names_and_shapes_are_refused():
     with pytest.raises(ValueError, match="aggregation"):
         token_weights(mask, "mean")
     for shape in (3,), (2, 2), (2, 1), (1, 4), (1, 1), (4, 2):                   # the second and fourth: (P, G)
-        with pytest.raises(ValueError, match="advantages must be .* flatten those of compute_group_advantages"):
+        with pytest.raises(ValueError, match=r"advantages must be .* flatten those of compute_group_advantages"):
             policy_loss(logp, old_logp, torch.ones(shape), mask)
 
 

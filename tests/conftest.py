@@ -321,6 +321,14 @@ def gradient(run, experience, rows=None, loss_fn=None):
     return torch.cat([p.grad.flatten() for p in run.policy.parameters]).double(), losses
 
 
+def take_step(run, losses):
+    """The end of an update with these losses, as in grpo_training_step."""
+    update = losses | run.policy.optimizer_step(run.config.training.max_grad_norm)
+    run.progress.count(update)
+    train.follow_policy(run, update)
+    return update
+
+
 def shared_log_probs(model, rollout, rows=None, *, reference=None):
     """As completion_log_probs, by the shared engine."""
     policy = make_engine("shared", model, None)
@@ -343,13 +351,13 @@ def logits_alone(model, rollout, row):
     return model(input_ids=torch.cat([prompt, ids])[None]).logits[0, len(prompt) - 1 : -1], ids
 
 
-def made_up_rollout(prompt_lengths, lengths, vocab_size=200):
+def made_up_rollout(prompt_lengths, lengths, vocab_size=200, **distribution):
     """Random ids: groups of one size, ragged completions."""
     draws = torch.Generator().manual_seed(0)
     prompts = [torch.randint(3, vocab_size, (n,), generator=draws).tolist() for n in prompt_lengths]
     ids = torch.randint(3, vocab_size, (len(lengths), max(lengths)), generator=draws)
     mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
-    return Rollout(*left_pad(prompts, 0), ids, mask, torch.zeros(mask.shape), mask[:, 0], [""] * len(ids))
+    return Rollout(*left_pad(prompts, 0), ids, mask, torch.zeros(mask.shape), mask[:, 0], [""] * len(ids), distribution)
 
 
 @pytest.fixture(scope="session")

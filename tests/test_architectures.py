@@ -13,7 +13,7 @@ import train
 from config import GRPOConfig, ModelConfig
 from engine import make_engine
 from engine.models import load_any_policy, save_any_policy
-from experience import compare_with_sampler
+from experience import add_trainer_logp, demonstrations_as_experience
 from logprobs import completion_log_probs
 from runs.command_line import parse_config
 from runs.folder import read_jsonl
@@ -58,8 +58,8 @@ def test_two_steps_with_default_flags(name, lora_rank, precision, save, tmp_path
         *QUICK, "--output_dir", str(tmp_path / "run"), "--model_path", str(base), "--use_grpo", "--max_steps", "2",
         "--generation_max_length", "12", "--lora_rank", str(lora_rank), "--precision", precision,
         "--reward_functions", f"{reward}:reward"]))
-    assert run.engine.shares_prompts == (name not in WITH_STATE)
-    train.learn(run)
+    assert run.policy.shares_prompts == (name not in WITH_STATE)
+    train.training_loop(run)
     steps = [line for line in read_jsonl(tmp_path / "run/metrics.jsonl") if line["phase"] == "grpo"]
     assert len(steps) == 2 and all(line["grad_norm"] > 0 and line["tied_groups"] < 1 for line in steps)
     torch.manual_seed(0)
@@ -91,7 +91,7 @@ def test_experts_and_routers_have_no_adapter_and_sampler_and_trainer_agree(name,
     adapted = {key.partition(".lora_")[0] for key, parameter in model.named_parameters() if parameter.requires_grad}
     assert not lora_rank or (len(adapted) >= 8 and not any(word in f"{key}." for word in ("router.", ".experts.", "mlp.gate.") for key in adapted))
     shared, plain = (make_engine(name, model, tokenizer) for name in ("shared", "plain"))
-    rollout = shared.sample(PROMPTS, UNRESTRICTED, seed=0)
+    experience = demonstrations_as_experience([], shared.sample(PROMPTS, UNRESTRICTED, 0))
     for engine in shared, plain:
-        trained = engine.log_probs(rollout, None, {}).logp
-        engine.require_ratios_of_1(compare_with_sampler(trained, rollout)["sampler_deviation"])
+        add_trainer_logp(experience, engine)
+        engine.require_ratios_of_1(experience.metrics)

@@ -1,27 +1,27 @@
 """The data of an update: rewards shaped, tied groups replaced, advantages of tokens, minibatches."""
 
-import functools
 import itertools
 import math
-from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import experience_of, with_settings
 
-import experience
 import train
 from config import GRPOConfig
-from engine import make_engine
-from engine.errors import RunError
-from engine.precision import with_precision
-from experience import Experience, Groups, minibatches, shape_rewards, token_advantages, tokens_of_groups
+from data import Batches
+from experience import Experience, Groups, compute_experience, minibatches, sampled_kl, shape_rewards, token_advantages
 from grpo import compute_group_advantages
 from logprobs import LogProbs
+from reward_functions.calling import Reports
 from sample import Rollout
-from sources.batches import Batches
 from train import sample_groups
+
+
+def shaped_rewards(config, scores, per_function=None, rollout=None):
+    return shape_rewards(config, Groups([], rollout, scores, per_function or {}, scores))
 
 
 def test_overlong_completions_are_kept_left_out_or_penalised(base):
@@ -33,7 +33,7 @@ def test_overlong_completions_are_kept_left_out_or_penalised(base):
         rollout = sample_groups(run, next(run.batches)).rollout
         finished = torch.arange(16) % 4 != 1              # the sampler's word is what counts, not the length
         rollout = replace(rollout, finished=finished)
-        return rollout, experience_of(run, rollout, shape_rewards(run.config.grpo, rollout, rewards, {}))
+        return rollout, experience_of(run, rollout, shaped_rewards(run.config.grpo, rewards, rollout=rollout))
 
     rollout, kept = look()
     assert torch.equal(kept.mask, rollout.completion_mask)
@@ -44,14 +44,19 @@ def test_overlong_completions_are_kept_left_out_or_penalised(base):
     lengths = rollout.completion_mask.sum(dim=1)
     shaped = rewards + torch.tensor([min(0.0, (20 - 4 - int(n)) / 4) for n in lengths]).view(4, 4)
     assert (shaped < rewards).any()
-    torch.testing.assert_close(penalised.advantages.view(4, 4), shaped - shaped.mean(dim=1, keepdim=True))
+    assert_advantages(penalised, shaped - shaped.mean(dim=1, keepdim=True))
     every_length = replace(rollout, completion_mask=torch.arange(20) < torch.arange(5, 21)[:, None])
     settings = with_settings(base, generation_max_length=20, overlong="penalise").config.grpo
     expected = [0.0] * 12 + [-0.25, -0.5, -0.75, -1.0]    # the buffer is a fifth of the limit
-    torch.testing.assert_close(shape_rewards(settings, every_length, torch.zeros(4, 4), {}).flatten(), torch.tensor(expected))
+    torch.testing.assert_close(shaped_rewards(settings, torch.zeros(4, 4), rollout=every_length).flatten(), torch.tensor(expected))
     short = replace(settings, generation_max_length=4)
     four = replace(rollout, completion_mask=torch.arange(4) < torch.arange(1, 5)[:, None])
-    assert shape_rewards(short, four, torch.zeros(1, 4), {}).tolist() == [[0.0, 0.0, 0.0, -1.0]], "a buffer of one token"
+    assert shaped_rewards(short, torch.zeros(1, 4), rollout=four).tolist() == [[0.0, 0.0, 0.0, -1.0]], "a buffer of one token"
+
+
+def assert_advantages(experience, expected):
+    """All tokens of a completion have its advantage: expected (P, G)."""
+    torch.testing.assert_close(experience.advantages, expected.reshape(-1, 1).expand(experience.mask.shape))
 
 
 def test_with_gdpo_points_of_an_unscored_completion_do_not_count_for_its_siblings(base):
@@ -61,7 +66,7 @@ def test_with_gdpo_points_of_an_unscored_completion_do_not_count_for_its_sibling
     for points in 0.0, 9.0:
         per_function = {"a": torch.tensor([[1.0, 2.0, 4.0, math.nan]]).double(), "b": torch.tensor([[0.0, 1.0, 0.5, points]]).double()}
         scores = torch.tensor([[1.0, 3.0, 4.5, math.nan]]).double()
-        shaped.append(shape_rewards(config, None, scores, per_function))
+        shaped.append(shaped_rewards(config, scores, per_function))
     torch.testing.assert_close(*shaped, equal_nan=True)
     assert shaped[0].isnan().tolist() == [[False, False, False, True]]
 
@@ -77,18 +82,17 @@ def test_dynamic_sampling_replaces_tied_groups_by_new_prompts_in_bounded_rounds(
         points = torch.tensor([[1.0, 0.0, 0.0, 0.0] if mixed else [0.7] * 4 for mixed in wanted]).double()
         return points, {"points": points}
 
-    monkeypatch.setattr(train, "compute_rewards_for_completions", rewards_of)
+    monkeypatch.setattr("runs.groups.compute_rewards_for_completions", rewards_of)
     groups = sample_groups(run, next(run.batches))
     order = Batches(run.train_set, 9, 0)
     assert list(itertools.chain(*asked)) == [example["prompt"] for example in next(order)], "the next prompts, none twice"
     assert run.batches.position == 9 and groups.replaced == 3 + 2
     assert groups.tied.tolist() == [False, False, True, True], "the last round's stay"
     assert [example["prompt"] for example in groups.examples] == [asked[0][1], asked[1][0], *asked[2]]
-    texts = [run.tokenizer.decode(ids[mask]) for ids, mask in zip(groups.rollout.prompt_ids, groups.rollout.prompt_mask)]
+    texts = [run.policy.tokenizer.decode(ids[mask]) for ids, mask in zip(groups.rollout.prompt_ids, groups.rollout.prompt_mask)]
     assert [text.removeprefix("<bos>") for text in texts] == [example["prompt"] for example in groups.examples]
     assert groups.rollout.completion_mask.shape == groups.rollout.sampling_logp.shape and len(groups.rollout.completions) == 16
-    with torch.no_grad():
-        logp = run.engine.log_probs(groups.rollout, None, {}).logp
+    logp = run.policy.log_probs(groups.rollout).logp
     torch.testing.assert_close(logp, groups.rollout.sampling_logp, atol=1e-4, rtol=1e-4)
 
 
@@ -100,10 +104,10 @@ def test_groups_that_differ_in_length_alone_are_replaced(base, monkeypatch):
         points = torch.tensor(next(rounds)).double()
         return points, {"points": points}
 
-    def penalised(config, rollout, scores, per_function):
-        return scores.clamp(-2, 2) - torch.arange(4).double() / 100              # as of lengths that differ
+    def penalised(config, groups):
+        return groups.scores.clamp(-2, 2) - torch.arange(4).double() / 100              # as of lengths that differ
 
-    monkeypatch.setattr(train, "compute_rewards_for_completions", rewards_of)
+    monkeypatch.setattr("runs.groups.compute_rewards_for_completions", rewards_of)
     monkeypatch.setattr(train, "shape_rewards", penalised)
     groups = sample_groups(run, next(run.batches))
     assert groups.replaced == 3 and groups.scores[0].tolist() == [1.0, 0.0, 0.0, 0.0]
@@ -117,7 +121,7 @@ def test_with_gdpo_a_group_of_equal_scores_may_have_a_signal(base):
     config = with_settings(base, reward_combination="gdpo", reward_functions=["a", "b"], reward_weights=[1.0, 0.5]).config.grpo
     per_function = {"a": torch.tensor([[1.0, 0.0, 1.0, 0.0]]).double(), "b": torch.tensor([[0.0, 2.0, 0.0, 2.0]]).double()}
     scores = torch.ones(1, 4).double()
-    groups = Groups([], None, scores, per_function, shape_rewards(config, None, scores, per_function))
+    groups = Groups([], None, scores, per_function, shaped_rewards(config, scores, per_function))
     assert not groups.without_signal(config).any() and groups.without_signal(replace(config, reward_combination="sum")).all()
 
 
@@ -130,7 +134,7 @@ def test_a_prompt_that_comes_up_again_in_a_round_is_answered_anew(base, monkeypa
         seen.append(dict(zip([example["prompt"] for example in examples], rollout.completions[::4])))
         return torch.zeros(4, 4).double(), {"points": torch.zeros(4, 4).double()}
 
-    monkeypatch.setattr(train, "compute_rewards_for_completions", never_any_signal)
+    monkeypatch.setattr("runs.groups.compute_rewards_for_completions", never_any_signal)
     sample_groups(run, next(run.batches))
     first, second = seen
     assert set(first) == set(second) and all(first[prompt] != second[prompt] for prompt in first)
@@ -141,15 +145,13 @@ def test_clipped_rewards_are_clipped_before_anything_else(base):
     rollout = sample_groups(run, next(run.batches)).rollout
     rewards = torch.tensor([[-9.0, 0.0, 1.0, 9.0], [2.0, 3.0, 4.0, 5.0], [math.nan, 7.0, -7.0, 1.0], [0.0, 0.5, 1.0, 1.5]])
     cut = torch.tensor([[-2.0, 0.0, 1.0, 2.0], [2.0, 2.0, 2.0, 2.0], [math.nan, 2.0, -2.0, 1.0], [0.0, 0.5, 1.0, 1.5]])
-    points = shape_rewards(run.config.grpo, rollout, rewards, {})
+    points = shaped_rewards(run.config.grpo, rewards)
     torch.testing.assert_close(points, cut, equal_nan=True)
-    experience = experience_of(run, rollout, points)
-    torch.testing.assert_close(experience.advantages.view(4, 4), compute_group_advantages(cut))
+    assert_advantages(experience_of(run, rollout, points), compute_group_advantages(cut))
 
 
 def test_the_global_mean_runs_over_the_run(base):
     run = with_settings(base, baseline="global_mean", normalize_advantages=False, reward_clip=2.0)
-    shape = functools.partial(shape_rewards, run.config.grpo)
     rollout = sample_groups(run, next(run.batches)).rollout
     run.progress.reward_sum, run.progress.reward_count = 0.0, 0
     seen = []
@@ -157,30 +159,30 @@ def test_the_global_mean_runs_over_the_run(base):
         rewards = torch.full((4, 4), points)
         rewards[:, 0] = points + 1
         rewards[0, 1] = math.nan
-        experience = experience_of(run, rollout, shape(rollout, rewards, {}))
+        experience = experience_of(run, rollout, shaped_rewards(run.config.grpo, rewards))
         clipped = rewards.clamp(max=2.0)
         seen += clipped[~clipped.isnan()].tolist()
         mean = sum(seen) / len(seen)
         expected = (clipped - mean).nan_to_num(0.0) if points < 2 else torch.zeros(4, 4)         # 6 and 5 are cut to a tie
-        torch.testing.assert_close(experience.advantages.view(4, 4), expected)
+        assert_advantages(experience, expected)
 
 
 def test_minibatches_take_every_row_once_an_epoch_in_a_new_order_with_groups_together(base):
     run = with_settings(base, ppo_epochs=3, minibatch_size=8)
-    parts = list(minibatches(run.config.grpo, 16, seed=run.minibatch_seed))
+    parts = list(minibatches(run.config.grpo, 16, seed=train.seed_of_order(run)))
     assert [len(rows) for rows in parts] == [8] * 6
     epochs = [torch.cat(parts[i : i + 2]) for i in (0, 2, 4)]
     for rows in epochs:
         assert sorted(rows.tolist()) == list(range(16))
         assert (rows.view(-1, 4) - rows.view(-1, 4)[:, :1] == torch.arange(4)).all()
     assert len({tuple(rows.tolist()) for rows in epochs}) > 1
-    again = minibatches(run.config.grpo, 16, seed=run.minibatch_seed)
+    again = minibatches(run.config.grpo, 16, seed=train.seed_of_order(run))
     assert all(torch.equal(a, b) for a, b in zip(parts, again)), "the same again after a resume"
     run.progress.step += 1
-    later = minibatches(run.config.grpo, 16, seed=run.minibatch_seed)
+    later = minibatches(run.config.grpo, 16, seed=train.seed_of_order(run))
     assert not all(torch.equal(a, b) for a, b in zip(parts, later))
     run = with_settings(base, minibatch_size=6)
-    assert [len(rows) for rows in minibatches(run.config.grpo, 16, seed=run.minibatch_seed)] == [6, 6, 4]
+    assert [len(rows) for rows in minibatches(run.config.grpo, 16, seed=train.seed_of_order(run))] == [6, 6, 4]
     assert [rows.tolist() for rows in minibatches(with_settings(base).config.grpo, 16, seed=0)] == [list(range(16))]
 
 
@@ -225,80 +227,71 @@ def test_one_token_alone_is_not_scaled():
     assert advantages.tolist() == [[2.0, 0.0]]
 
 
+def policy_of(logp, values=None, same_arithmetic=True):
+    """What compute_experience asks of a policy that gives completions these log-probabilities."""
+    return SimpleNamespace(log_probs=lambda rollout: LogProbs(logp, None, None, values), value_head=values, same_arithmetic=same_arithmetic)
+
+
+def rollout_of(mask, sampling_logp=None, num_prompts=1):
+    ids, every = torch.ones(num_prompts, 2).long(), torch.ones(len(mask)).bool()
+    return Rollout(ids, ids.bool(), mask.long(), mask, torch.zeros(mask.shape) if sampling_logp is None else sampling_logp, every, [""] * len(mask))
+
+
 @pytest.mark.parametrize("same_arithmetic", [False, True])
-def test_what_is_measured_between_sampler_and_trainer(monkeypatch, same_arithmetic):
-    """Two rows, of which one is not scored: deviations are those of all sampled tokens."""
+def test_what_is_measured_between_sampler_and_trainer(same_arithmetic):
+    """Two rows, of which one is not scored: deviations are those of all sampled tokens. Advantages get the weights."""
     mask = torch.tensor([[1, 1, 1], [1, 0, 0]]).bool()
     sampler, trainer = numbers([-1.0, -2.0, -3.0], [-1.0, 0.0, 0.0]), numbers([-1.5, -2.0, -2.0], [-1.2, 0.0, 0.0])
-    monkeypatch.setattr(experience, "log_probs_of_rollout", lambda *args, **options: LogProbs(trainer, sampler))
-    rollout = Rollout(torch.ones(1, 2), torch.ones(1, 2).bool(), torch.ones(2, 3), mask, sampler, torch.tensor([True, True]), ["", ""])
-    groups = Groups([{}], rollout, None, {}, numbers([1.0, math.nan]))
-    config, engine = GRPOConfig(importance_cap=1.5, num_completions_per_prompt=2), make_engine("plain", torch.nn.Linear(1, 1), None)
-    engine.same_arithmetic = same_arithmetic
-    made = experience.compute_experience(groups, numbers([0.0, 0.0]), config, engine, None)
-    log_ratios = [-0.5, 0.0, 1.0, -0.2]
-    ratios = [math.exp(x) for x in log_ratios]
-    expected = {
-        "sampler_deviation": sum(abs(x - 1) for x in ratios) / 4, "importance_weight": (ratios[0] + ratios[1] + 1.5) / 3,
-    }
-    assert made.metrics == pytest.approx(expected) and made.old_logp is trainer
-    torch.testing.assert_close(made.importance_weights[0], numbers(ratios[0], ratios[1], 1.5))
+    groups = Groups([{}], rollout_of(mask, sampler), None, {}, numbers([1.0, math.nan]))
+    for cap in 1.5, 0.0:
+        config = GRPOConfig(importance_cap=cap, num_completions_per_prompt=2)
+        made = compute_experience(groups, numbers([2.0, 0.0]), config, policy_of(trainer, same_arithmetic=same_arithmetic))
+        ratios = [math.exp(x) for x in (-0.5, 0.0, 1.0, -0.2)]
+        expected = {"mean_advantage": 1.0, "std_advantage": 2**0.5}
+        if cap or not same_arithmetic:
+            expected["sampler_deviation"] = sum(abs(x - 1) for x in ratios) / 4
+        if cap:
+            expected["importance_weight"] = (ratios[0] + ratios[1] + 1.5) / 3
+        assert made.metrics == pytest.approx(expected) and made.old_logp.equal(trainer if cap else sampler)
+        torch.testing.assert_close(made.advantages[0], 2 * numbers(ratios[0], ratios[1], 1.5) if cap else numbers(2.0, 2.0, 2.0))
 
 
-@pytest.mark.parametrize("settings,kept", [
-    ({}, [True, False, False]), (dict(entropy_coef=0.1), [True, True, False]), (dict(use_value_head=True), [True, True, False]),
-    (dict(use_kl_penalty=True), [True, True, False]), (dict(use_kl_penalty=True, kl_in="reward"), [True, False, False]),
-])
-def test_tied_rows_are_forwarded_only_for_terms_without_advantages_and_rows_without_tokens_never(settings, kept):
+def test_rows_without_tokens_are_never_forwarded_and_without_advantages_only_for_other_terms():
     mask, logp = torch.tensor([[1, 1], [1, 0], [0, 0]]).bool(), torch.zeros(3, 2)
-    made = Experience([], None, mask, numbers([1.0], [0.0], [1.0]), logp, logp, tokens_of_groups(mask, 3))
-    assert made.has_gradient(torch.arange(3), GRPOConfig(**{"use_kl_penalty": False} | settings)).tolist() == kept
-    assert made.has_gradient(torch.tensor([2, 0]), GRPOConfig(**settings)).tolist() == [False, True]
-    assert made.denominators(torch.tensor([0, 2]), 7) == dict(num_tokens=2, num_sequences=1, max_tokens=7, num_prompts=1)
-    assert made.denominators(torch.tensor([2]), 7) == dict(num_tokens=1, num_sequences=1, max_tokens=7, num_prompts=1)
+    made = Experience([], rollout_of(mask), mask, numbers([0.0, 1.0], [0.0, 1.0], [1.0, 1.0]), logp, logp)
+    for rows, alone, kept in ([0, 1, 2], True, [0]), ([0, 1, 2], False, [0, 1]), ([2, 1], False, [1]), ([2, 1], True, []):
+        assert made.batch(torch.tensor(rows)).rows_with_gradient(of_policy_loss_alone=alone).tolist() == kept
 
 
-def test_tokens_of_a_group_are_those_of_all_its_completions_and_part_of_it_is_a_fraction_of_a_prompt():
+def test_weights_of_a_batch_count_its_rows_and_all_tokens_of_their_groups():
     mask = torch.tensor([[1, 1, 1], [1, 0, 0], [0, 0, 0], [1, 1, 0], [0, 0, 0], [0, 0, 0]]).bool()
-    group_tokens, logp = tokens_of_groups(mask, 3), torch.zeros(6, 3)
-    assert group_tokens.flatten().tolist() == [4, 4, 2, 2, 1, 1]
-    made = Experience([], None, mask, torch.ones(6, 1), logp, logp, group_tokens)
-    for rows, num_prompts in ([0, 1, 2, 3, 4, 5], 2), ([0], 0.75), ([1, 3], 1.25), ([4, 5], 1):
-        assert made.denominators(torch.tensor(rows), 7)["num_prompts"] == num_prompts
-
-
-@pytest.mark.parametrize("vllm", [False, True])
-@pytest.mark.parametrize("precision,tolerance", [("float32", 0.01), ("bfloat16", 0.1)])
-def test_first_ratios_may_differ_from_1_by_so_much(model, vllm, precision, tolerance):
-    with_precision(model, precision)
-    engine = make_engine("plain", model, None)
-    engine.same_arithmetic = not vllm
-    for factor, wrong in (0.99, False), (1.01, True), (math.nan, False):
-        with pytest.raises(RunError, match="first ratios must be 1") if wrong else nullcontext():
-            engine.require_ratios_of_1(tolerance * factor * (3 if vllm else 1))
+    made = Experience([], rollout_of(mask, num_prompts=3), mask, *[torch.zeros(6, 3)] * 3)
+    for aggregation, rows, expected in [
+        ("token_mean", [0, 2, 3], [1 / 5, 0, 0, 1 / 5, 0, 0]), ("sequence_mean", [1, 3, 4], [0, 1 / 2, 0, 1 / 4, 0, 0]),
+        ("constant", [0, 2], [1 / 7, 0, 0, 0, 0, 0]), ("prompt_mean", range(6), [1 / 8, 1 / 8, 0, 1 / 4, 0, 0]),
+        ("prompt_mean", [0], [1 / 3, 0, 0, 0, 0, 0]), ("prompt_mean", [1, 3], [0, 1 / 5, 0, 2 / 5, 0, 0]), ("prompt_mean", [4, 5], [0] * 6),
+    ]:
+        batch = made.batch(torch.tensor(rows), aggregation, max_tokens=7)
+        torch.testing.assert_close(batch.weights, mask * torch.tensor(expected).float()[:, None])
 
 
 def test_the_ratio_of_ratio_k3_is_cut_at_e_to_the_20():
     before, logp = numbers([-26.0, -2.0]), numbers([-1.0, -1.0])
-    made = Experience([], None, torch.ones(1, 2).bool(), numbers([1.0]), before, before, torch.tensor([[2]]), reference_logp=logp - 1)
-    kl = made.sampled_kl(logp, GRPOConfig(use_kl_penalty=True))
+    made = Experience([], None, torch.ones(1, 2).bool(), numbers([1.0, 1.0]), before, before, reference_logp=logp - 1)
+    kl = sampled_kl(logp, made, GRPOConfig(use_kl_penalty=True))
     k3 = math.exp(-1) + 1 - 1
     torch.testing.assert_close(kl, numbers([math.exp(20) * k3, math.exp(1) * k3]))
 
 
-def test_the_kl_in_the_reward_is_taken_off_within_a_group_without_rows_that_are_not_trained_on(monkeypatch):
-    mask, policy, reference = torch.tensor([[1, 1], [1, 0], [1, 1]]).bool(), torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
-    logp = {policy: numbers([-1.0, -2.0], [-1.0, 0.0], [-1.0, -1.0]), reference: numbers([-2.0, -2.5], [-1.5, 0.0], [-9.0, -9.0])}
-    monkeypatch.setattr(experience, "log_probs_of_rollout", lambda *args, model=policy, **options: LogProbs(logp[model], None))
-    rollout = Rollout(
-        torch.ones(1, 2), torch.ones(1, 2).bool(), torch.ones(3, 2), mask, logp[policy], torch.ones(3).bool(), [""] * 3)
-    groups = Groups([{}], rollout, None, {}, numbers([1.0, 2.0, math.nan]))
+def test_the_kl_in_the_reward_is_taken_off_within_a_group_without_rows_that_are_not_trained_on():
+    mask, logp = torch.tensor([[1, 1], [1, 0], [1, 1]]).bool(), numbers([-1.0, -2.0], [-1.0, 0.0], [-1.0, -1.0])
+    groups = Groups([{}], rollout_of(mask, logp), None, {}, numbers([1.0, 2.0, math.nan]))
     config = GRPOConfig(use_kl_penalty=True, kl_penalty_coef=0.5, kl_in="reward", num_completions_per_prompt=3)
-    made = experience.compute_experience(
-        groups, numbers([0.25, -0.25, 0.0]), config, make_engine("plain", policy, None), None, reference=reference)
-    assert made.metrics == {"kl": pytest.approx((1.0 + 0.5 + 0.5) / 3)}
-    # Sums of 1.5 and 0.5 nats, half a point each, around their mean.
-    torch.testing.assert_close(made.advantages, numbers([0.25 - 0.25], [-0.25 + 0.25], [0.0]))
+    reference = policy_of(numbers([-2.0, -2.5], [-1.5, 0.0], [-9.0, -9.0]))
+    made = compute_experience(groups, numbers([0.75, -0.75, 0.0]), config, policy_of(logp), reference)
+    assert made.metrics["kl"] == pytest.approx((1.0 + 0.5 + 0.5) / 3)
+    # Sums of 1.5 and 0.5 nats, half of each from the reward, around their mean.
+    assert_advantages(made, numbers([0.75 - 0.25, -0.75 + 0.25, 0.0]))
 
 
 def test_with_a_value_head_tokens_have_advantages_of_their_own_and_the_penalty_of_each(base):
@@ -306,11 +299,23 @@ def test_with_a_value_head_tokens_have_advantages_of_their_own_and_the_penalty_o
     rollout, rewards = sample_groups(run, next(run.batches)).rollout, torch.randn(4, 4)
     rewards[2, 1] = math.nan
     made = experience_of(run, rollout, rewards)
-    with torch.no_grad():
-        now = run.engine.log_probs(rollout, None, {}, value_head=run.value_head)
-        penalty = 0.7 * (now.logp - run.engine.log_probs(rollout, None, {}, model=run.reference).logp)
+    now = run.policy.log_probs(rollout)
+    penalty = 0.7 * (now.logp - run.reference.log_probs(rollout).logp)
     mask = rollout.completion_mask & ~rewards.view(-1, 1).isnan()
     expected = token_advantages(run.config.grpo, rewards.view(-1, 1), torch.where(mask, penalty, 0.0), now.values, mask)
     for found, wanted in zip((made.advantages, made.returns, made.old_values), (*expected, now.values)):
         torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
     assert now.values.abs().max() > 0.1 and torch.equal(made.mask, mask)
+
+
+def test_groups_are_replaced_by_others_field_by_field(base):
+    run = with_settings(base)
+    groups = sample_groups(run, next(run.batches))
+    groups = replace(groups, reports=Reports(metrics=[("calls", 1.0)]), extra=[{"a": row} for row in range(16)])
+    new = groups.select(torch.arange(4) == 3)
+    new = replace(new, reports=Reports(metrics=[("calls", 2.0)]), extra=[{"b": row} for row in range(4)])
+    made = groups.replace(torch.arange(4) == 1, new).replace(torch.arange(4) == 0, new)
+    assert made.examples == [groups.examples[p] for p in (2, 3, 3, 3)] and torch.equal(made.rewards, groups.rewards[[2, 3, 3, 3]])
+    assert made.rollout.completions == groups.rollout.completions[8:] + 2 * groups.rollout.completions[12:]
+    assert made.extra == [{"a": row} for row in range(8, 16)] + 2 * [{"b": row} for row in range(4)]
+    assert made.replaced == 2 and made.reports.metrics == [("calls", 1.0), ("calls", 2.0), ("calls", 2.0)], "of all calls"

@@ -1,6 +1,7 @@
 """Log-probabilities of completions: against the model's own logits, in chunks, recomputed; the exact KL."""
 
 import copy
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -131,7 +132,7 @@ def test_tokens_that_are_not_kept_have_no_gradient_however_large_that_of_the_res
         model.get_output_embeddings().weight.mul_(1.1)
     for factor in 1.0, 1024.0:
         model.zero_grad()
-        results = completion_log_probs(model, made_up_rollout([4, 6], [3, 5, 2, 4]), top_k=5, reference=reference)
+        results = completion_log_probs(model, made_up_rollout([4, 6], [3, 5, 2, 4], top_k=5), reference=reference)
         (factor * getattr(results, name).sum()).backward()
         gradients.append(model.get_output_embeddings().weight.grad / factor)
     assert gradients[0].isfinite().all() and gradients[0].any()
@@ -148,30 +149,30 @@ def dense_log_probs(model, rollout, row, temperature):
 def test_sampler_and_trainer_agree_and_the_trainer_with_the_models_own_logits(architecture, tokenizer, settings, name):
     _, model = architecture
     engine = make_engine(name, model, tokenizer)
-    rollout = engine.sample(PROMPTS, settings, seed=0)
-    with torch.no_grad():
-        torch.testing.assert_close(engine.log_probs(rollout, None, settings.distribution).logp, rollout.sampling_logp, atol=1e-4, rtol=0)
-        ours = engine.log_probs(rollout, None, dict(temperature=0.7))
-        for row, mask in enumerate(rollout.completion_mask):
+    rollout = engine.sample(PROMPTS, settings, 0)
+    torch.testing.assert_close(engine.log_probs(rollout).logp, rollout.sampling_logp, atol=1e-4, rtol=0)
+    ours = engine.log_probs(replace(rollout, distribution=dict(temperature=0.7)))
+    for row, mask in enumerate(rollout.completion_mask):
+        with torch.no_grad():
             logp, entropy = dense_log_probs(model, rollout, row, 0.7)
-            torch.testing.assert_close(ours.logp[row, mask], logp, atol=2e-5, rtol=1e-5)
-            torch.testing.assert_close(ours.entropy[row, mask], entropy, atol=2e-5, rtol=1e-5)
-            assert not ours.logp[row, ~mask].any()
+        torch.testing.assert_close(ours.logp[row, mask], logp, atol=2e-5, rtol=1e-5)
+        torch.testing.assert_close(ours.entropy[row, mask], entropy, atol=2e-5, rtol=1e-5)
+        assert not ours.logp[row, ~mask].any()
 
 
 def test_the_shared_engine_forwards_prompts_once_and_the_head_nothing_but_completions(shared, settings, monkeypatch):
-    rollout = shared.sample(PROMPTS, settings, seed=0)
+    rollout = shared.sample(PROMPTS, settings, 0)
     heads, passes, apply, forward = [], [], chunked_head.HeadLogProbs.apply, shared_engine.forward_packed
     monkeypatch.setattr(shared_engine, "HeadLogProbs", SimpleNamespace(apply=lambda *args: heads.append(len(args[0])) or apply(*args)))
     monkeypatch.setattr(shared_engine, "forward_packed", lambda model, ids, *rest: passes.append(ids.numel()) or forward(model, ids, *rest))
-    shared.log_probs(rollout, None, {})
+    shared.log_probs(rollout)
     assert heads == [rollout.completion_mask.sum()] and passes == [rollout.prompt_mask.sum() + rollout.completion_mask.sum()]
 
 
 def gradient(model, rollout):
     """All gradients, in one vector, of log-probabilities and entropies with random slopes."""
     model.zero_grad()
-    new = shared_log_probs(model, rollout, temperature=0.8, top_k=50, top_p=0.9)
+    new = shared_log_probs(model, rollout)
     slopes = torch.randn(new.logp.shape, generator=torch.Generator().manual_seed(5))
     (new.logp * slopes - 0.01 * new.entropy).sum().backward()
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
@@ -197,32 +198,32 @@ def test_recomputation_runs_a_layer_once_forward_and_once_again_backward(archite
     recompute_activations(model)
     layer = next(module for module in model.modules() if isinstance(module, GradientCheckpointingLayer))
     next(layer.children()).register_forward_hook(lambda *args: calls.append(1))
-    gradient(model, made_up_rollout([5, 20], [12, 3, 7, 1]))
+    gradient(model, made_up_rollout([5, 20], [12, 3, 7, 1], temperature=0.8, top_k=50, top_p=0.9))
     assert len(calls) == 2
     assert not any(module.training for module in model.modules()), "no dropout"
 
 
 @pytest.mark.parametrize("log_probs", [shared_log_probs, completion_log_probs])
-@pytest.mark.parametrize("policy", [
+@pytest.mark.parametrize("distribution", [
     dict(top_k=0, top_p=1.0, temperature=1.0), dict(top_k=20, top_p=0.8, temperature=0.7),
     dict(top_k=0, top_p=1.0, temperature=0.7, min_p=0.3),
 ])
-def test_the_exact_kl_and_its_gradient_are_those_of_the_whole_vocabulary(model, tokenizer, settings, policy, log_probs):
+def test_the_exact_kl_and_its_gradient_are_those_of_the_whole_vocabulary(model, tokenizer, settings, distribution, log_probs):
     reference = make_reference(model)
     with torch.no_grad():
         reference.get_output_embeddings().weight.mul_(1.5)
     rollout = sample_completions_for_prompts(model, tokenizer, PROMPTS, settings, seed=0)
-    ours = log_probs(model, rollout, **policy, reference=reference)
+    ours = log_probs(model, replace(rollout, distribution=distribution), reference=reference)
     ours.kl.sum().backward()
     gradients = torch.cat([p.grad.flatten() for p in model.parameters()])
     total = 0.0
     for row in range(len(rollout.completion_ids)):
         logits, ids = logits_alone(model, rollout, row)
         with torch.no_grad():
-            other = logits_alone(reference, rollout, row)[0] / policy["temperature"]
-        kept = restrict_logits(logits, **policy, chosen=ids).isfinite()
+            other = logits_alone(reference, rollout, row)[0] / distribution["temperature"]
+        kept = restrict_logits(logits, **distribution, chosen=ids).isfinite()
         for t in range(len(logits)):
-            p = (logits[t] / policy["temperature"])[kept[t]].log_softmax(0)
+            p = (logits[t] / distribution["temperature"])[kept[t]].log_softmax(0)
             kl = (p.exp() * (p - other[t][kept[t]].log_softmax(0))).sum()
             torch.testing.assert_close(ours.kl[row, t], kl, atol=2e-5, rtol=1e-4)
             total = total + kl

@@ -1,7 +1,5 @@
 """Adapters: nothing at first, merged and back without a trace, and what peft itself makes of the file."""
 
-from functools import partial
-
 import pytest
 import torch
 from conftest import ARCHITECTURES, PROMPTS, comparable, ctrl_c_after, run_folder, with_noise
@@ -10,11 +8,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import infer
 import train
-from config import GRPOConfig, ModelConfig
+from config import ModelConfig
 from engine import make_engine
 from engine.adapters import AdapterReference
+from engine.models import make_reference, load_any_policy, save_any_policy
 from engine.text_model import has_adapter, trainable_parameters
-from engine.models import follow_policy, make_reference, load_any_policy, save_any_policy
 from engine.precision import with_precision
 from runs.folder import read_jsonl
 
@@ -58,9 +56,9 @@ def test_frozen_weights_are_stored_in_the_precision_of_the_layers_bit_for_bit(sa
             if "lora_" in name:
                 parameter.copy_(model.get_parameter(name))
     engines = [make_engine("shared", each, tokenizer) for each in (model, in_float32)]
-    rollout, again = (engine.sample(PROMPTS, settings, seed=0) for engine in engines)
+    rollout, again = (engine.sample(PROMPTS, settings, 0) for engine in engines)
     assert torch.equal(rollout.completion_ids, again.completion_ids)
-    now, then = (engine.log_probs(rollout, None, settings.distribution).logp for engine in engines)
+    now, then = (engine.forward(rollout, torch.arange(16)).logp for engine in engines)
     assert torch.equal(now, then)
     now.sum().backward()
     then.sum().backward()
@@ -91,21 +89,18 @@ def test_the_reference_is_the_adapter_as_it_was(saved, tmp_path, settings):
     model, tokenizer = load(saved, lora_rank=4)
     save_any_policy(with_noise(model), tokenizer, tmp_path / "adapter")
     (model, _), (as_loaded, _) = load(tmp_path / "adapter"), load(tmp_path / "adapter")
-    engine = make_engine("shared", model, tokenizer)
-    rollout = engine.sample(PROMPTS, settings, seed=0)
-    log_probs = partial(engine.log_probs, rollout, None, settings.distribution)
-    reference = make_reference(model)
-    assert isinstance(reference, AdapterReference)
+    policy = make_engine("shared", model, tokenizer)
+    rollout, reference, as_loaded = policy.sample(PROMPTS, settings, 0), policy.like(make_reference(model)), policy.like(as_loaded)
+    assert isinstance(reference.model, AdapterReference)
     with_noise(model)                                     # training goes on
-    with torch.no_grad():
-        before, policy, kept = (log_probs(model=each).logp for each in (as_loaded, model, reference))
-        assert torch.allclose(kept, before, atol=1e-6) and (policy - before).abs().max() > 0.01
-        assert torch.equal(log_probs().logp, policy)
-    exact = log_probs(reference=reference).kl
-    assert torch.allclose(exact, log_probs(reference=as_loaded).kl, atol=1e-5)
+    now, kept, before = (each.log_probs(rollout).logp for each in (policy, reference, as_loaded))
+    assert torch.allclose(kept, before, atol=1e-6) and (now - before).abs().max() > 0.01
+    assert torch.equal(policy.log_probs(rollout).logp, now)
+    exact = policy.forward(rollout, torch.arange(16), reference).kl
+    assert torch.allclose(exact, policy.log_probs(rollout, reference=as_loaded).kl, atol=1e-5)
     exact.sum().backward()                                # the reference's forward pass left the graph intact
-    follow_policy(reference, model, GRPOConfig(reference_mode="periodic", reference_update_freq=2), 4, skipped=False)
-    assert all(torch.equal(kept, p) for kept, p in zip(reference.kept, trainable_parameters(model), strict=True))
+    policy.update_reference(reference, alpha=0.0)
+    assert all(torch.equal(kept, p) for kept, p in zip(reference.model.kept, trainable_parameters(model), strict=True))
 
 
 @pytest.mark.slow

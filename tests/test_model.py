@@ -15,11 +15,11 @@ from conftest import ARCHITECTURES, PROMPTS, WITH_TOWERS
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from config import GRPOConfig, ModelConfig
+from config import ModelConfig
 from engine import make_engine
 from engine.text_model import text_model
 from engine.recomputation import recompute_activations
-from engine.models import follow_policy, make_reference, load_any_policy, move, moved_to, save_any_policy
+from engine.models import make_reference, load_any_policy, move, moved_to, save_any_policy
 from engine.precision import round_frozen_weights, with_precision
 
 
@@ -82,20 +82,19 @@ def test_a_model_is_moved_and_moved_back_also_after_an_exception():
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
 def test_layers_in_half_with_weights_and_numbers_in_float32(model, tokenizer, settings, precision):
     engine = make_engine("shared", model, tokenizer)
-    rollout = engine.sample(PROMPTS, settings, seed=0)
-    exact = engine.log_probs(rollout, None, settings.distribution).logp.detach()
+    rollout = engine.sample(PROMPTS, settings, 0)
+    exact = engine.log_probs(rollout).logp
     with_precision(model, precision)
-    rounded = engine.log_probs(rollout, None, settings.distribution).logp
+    rounded = engine.forward(rollout, torch.arange(16)).logp
     assert 1e-5 < (rounded - exact).abs().max() < 0.5, "really rounded, and no more than that"
     assert rounded.dtype == torch.float32
     rounded.sum().backward()
     assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
-    sampled = engine.sample(PROMPTS, settings, seed=1)
-    trained = engine.log_probs(sampled, None, settings.distribution).logp
-    assert (sampled.sampling_logp - trained).abs().max() < 0.1
+    sampled = engine.sample(PROMPTS, settings, 1)
+    assert (sampled.sampling_logp - engine.log_probs(sampled).logp).abs().max() < 0.1
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(2)
-        assert not torch.allclose(engine.log_probs(rollout, None, settings.distribution).logp, rounded), "no stale copies"
+        assert not torch.allclose(engine.log_probs(rollout).logp, rounded), "no stale copies"
 
 
 @pytest.mark.parametrize("precision,kept", [("bfloat16", {"A_log", "down_bias"}), ("float16", {"A_log", "down_bias", "down"})])
@@ -116,30 +115,28 @@ def test_frozen_weights_that_autocast_leaves_stay_as_they_are(precision, kept):
 
 def test_a_reference_in_half_has_the_log_probabilities_of_the_policy(model, tokenizer, settings):
     engine = make_engine("shared", with_precision(model, "bfloat16"), tokenizer)
-    rollout = engine.sample(PROMPTS, settings, seed=0)
+    rollout = engine.sample(PROMPTS, settings, 0)
     reference, exact = make_reference(model), make_reference(model, exact=True)
     assert {p.dtype for p in model.parameters()} == {p.dtype for p in exact.parameters()} == {torch.float32}
     layers = sum(p.numel() for p in reference.parameters() if p.dtype == torch.bfloat16)
     assert layers > 0.9 * sum(m.weight.numel() for m in text_model(model).modules() if type(m).__name__ in ("Linear", "Conv1D"))
-    with torch.no_grad():
-        policy = engine.log_probs(rollout, None, settings.distribution).logp
-        assert torch.equal(engine.log_probs(rollout, None, settings.distribution, model=reference).logp, policy)
-    follow_policy(reference, model, GRPOConfig(reference_mode="periodic", reference_update_freq=2), 4, skipped=False)
+    assert torch.equal(engine.like(reference).log_probs(rollout).logp, engine.log_probs(rollout).logp)
+    engine.update_reference(engine.like(reference), alpha=0.0)
     assert all(torch.equal(p.to(kept.dtype), kept) for p, kept in zip(model.parameters(), reference.parameters(), strict=True))
 
 
 def test_a_frozen_copy_of_a_wrapped_model_is_its_own(model, tokenizer, settings):
     """Precision and recomputation wrap methods of the model; the copy's must be bound to the copy."""
     engine = make_engine("shared", model, tokenizer)
-    rollout = engine.sample(PROMPTS, settings, seed=0)
+    rollout = engine.sample(PROMPTS, settings, 0)
     recompute_activations(with_precision(model, "bfloat16"))
-    reference = make_reference(model)
-    before = engine.log_probs(rollout, None, {}, model=reference).logp
+    reference = engine.like(make_reference(model))
+    before = reference.log_probs(rollout).logp
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.5)
-    assert (engine.log_probs(rollout, None, {}, model=reference).logp == before).all()
-    assert not torch.allclose(engine.log_probs(rollout, None, {}).logp, before)
+    assert (reference.log_probs(rollout).logp == before).all()
+    assert not torch.allclose(engine.log_probs(rollout).logp, before)
 
 
 def broken(folder, name, **changes):

@@ -1,147 +1,87 @@
-"""The four verbs of a policy, its seeds, and dataclasses that are joined by their fields."""
+"""What a policy makes of any loss: rows that are forwarded, metrics, steps; and the first ratios after sampling."""
 
-from dataclasses import replace
-from functools import partial
+import math
+from contextlib import nullcontext
 
 import pytest
 import torch
-from conftest import PROMPTS, experience_of, with_engine, with_settings
+from conftest import experience_of, forward_backward, gradient, take_step, with_engine, with_settings
 
 import train
-from config import GRPOConfig
-from grpo import LOSSES, add_up, token_loss
-from policy import Policy
-from sample import concatenate, select
-from train import sample_groups
+from engine import make_engine
+from engine.precision import with_precision
+from grpo import weighted_loss
+from policy import RatioError
 
 
-def made(run):
-    torch.manual_seed(0)
-    rollout = sample_groups(run, next(run.batches)).rollout
+def with_a_tied_group(run):
     rewards = torch.randn(4, 4)
     rewards[1] = 0.7
-    return experience_of(run, rollout, rewards)
+    return experience_of(run, train.sample_groups(run, next(run.batches)).rollout, rewards)
 
 
-def gradient(run, experience, loss_fn, skip_tied=True):
-    run.model.zero_grad()
-    batch = experience.batch(torch.arange(16), skip_tied=skip_tied)
-    losses = run.policy.forward_backward(batch, loss_fn)
-    return torch.cat([p.grad.flatten() for p in run.model.parameters()]).double(), losses, batch
+def test_a_new_term_of_the_loss_and_a_new_metric_are_one_edit_each(base, monkeypatch):
+    """The term acts on tied rows too, which are not forwarded for the policy loss alone; supervised training has none of it."""
+    run, usual_loss = with_settings(base), train.grpo_loss
+    experience = with_a_tied_group(run)
+    without, _ = gradient(run, experience)
+    run.policy.clear_gradient()
+    probability = run.policy.forward(experience.rollout, torch.arange(16)).logp.exp()[experience.mask]
+    (0.1 * probability.mean()).backward()
+    of_term = torch.cat([p.grad.flatten() for p in run.policy.parameters]).double()
+
+    def grpo_loss(config, new, batch):
+        terms, metrics = usual_loss(config, new, batch)
+        terms["length_term"] = 0.1 * weighted_loss(new.logp.exp(), batch.weights)
+        metrics["probability"] = new.logp.exp()
+        return terms, metrics
+
+    monkeypatch.setattr(train, "grpo_loss", grpo_loss)
+    for budget in 10**6, 61, 1:
+        with_engine(run, "shared", budget)
+        both, losses = gradient(run, experience)
+        assert (both - without - of_term).norm() < 2e-6 * both.norm()
+        assert [losses["probability"], 10 * losses["length_term"]] == pytest.approx([probability.mean().item()] * 2, rel=1e-5)
+        assert losses["total_loss"] == pytest.approx(losses["policy_loss"] + losses["length_term"])
+    run.policy.optimizer.param_groups[0]["lr"] = 0.0
+    metrics, _ = train.grpo_training_step(run, next(run.batches))
+    assert metrics["probability"] == pytest.approx(10 * metrics["length_term"])
+    metrics, experience = train.supervised_training_step(run, next(run.batches))
+    logp = run.policy.log_probs(experience.rollout).logp[experience.mask]
+    assert metrics["loss"] == pytest.approx(-float(logp.mean())) and "probability" not in metrics
 
 
 @pytest.mark.parametrize("engine", ["plain", "shared"])
-def test_when_memory_runs_out_all_is_added_up_again_with_half_the_tokens(base, monkeypatch, engine):
+def test_a_step_whose_gradient_or_loss_alone_is_not_finite_changes_nothing_and_is_counted(base, engine):
     run = with_settings(base)
-    with_engine(run, engine, 200)
-    experience, loss_fn, seen = made(run), partial(train.grpo_loss, run.config.grpo), []
-    whole, losses, _ = gradient(run, experience, loss_fn)
-    run.policy.on_less_memory = lambda name, before, value: seen.append((name, value))
-    real, calls = run.policy.forward, []
+    with_engine(run, engine, 2048)
+    run.progress.skipped = run.progress.skipped_in_a_row = 0
+    experience = with_a_tied_group(run)
 
-    def forward(*args, **options):
-        calls.append(args)
-        if len(calls) == 3 or run.policy.max_tokens > 100:
-            raise MemoryError("out of memory")
-        return real(*args, **options)
+    def endless(new, batch):
+        terms, metrics = train.grpo_loss(run.config.grpo, new, batch)
+        return terms | {"endless_term": torch.tensor(math.inf)}, metrics
 
-    monkeypatch.setattr(run.policy, "forward", forward)
-    again, same, _ = gradient(run, experience, loss_fn)
-    assert seen[:1] == [("max_tokens", 100)] and len(seen) <= 2
-    assert (again - whole).norm() / whole.norm() < 2e-6 and same == pytest.approx(losses, rel=1e-4, abs=1e-6)
-    run.policy.max_tokens = 30                            # at least a row
-    monkeypatch.setattr(run.policy, "forward", lambda *args, **options: (_ for _ in ()).throw(MemoryError("out of memory")))
-    with pytest.raises(MemoryError):
-        gradient(run, experience, loss_fn)
-
-
-def test_a_new_term_of_a_loss_is_one_edit(base):
-    """It is logged under its name, and tied rows are forwarded for it, unless they are skipped for the policy loss alone."""
-    run = with_settings(base)
-    experience, config = made(run), run.config.grpo
-    plain = partial(train.grpo_loss, config)
-
-    def with_length_term(new, batch):
-        loss, metrics = plain(new, batch)
-        confidence = new.logp.exp()
-        return loss + 0.1 * add_up(confidence, batch.weights), metrics | {"confidence": confidence, "passes": torch.ones(())}
-
-    without, losses, batch = gradient(run, experience, plain)
-    assert batch.rows.tolist() == [0, 1, 2, 3, *range(8, 16)]
-    changed, more, batch = gradient(run, experience, with_length_term, skip_tied=False)
-    assert batch.rows.tolist() == list(range(16)) and (changed - without).norm() > 0.01 * without.norm()
-    with torch.no_grad():
-        now = run.policy.log_probs(experience.rollout).logp.exp()
-    assert more["confidence"] == pytest.approx(float(now[experience.mask].mean()), rel=1e-5) and more["passes"] >= 1
-    assert more["total_loss"] - more["policy_loss"] == pytest.approx(0.1 * more["confidence"], rel=1e-4)
+    for number, broken in enumerate(["gradient", "loss", None], start=1):
+        before, step = [p.clone() for p in run.policy.parameters], run.progress.step
+        losses = forward_backward(run, experience, loss_fn=endless if broken == "loss" else None)
+        if broken == "gradient":
+            run.policy.parameters[0].grad[0, 0] = math.nan
+        norm = take_step(run, losses)["grad_norm"]
+        same = all(torch.equal(a, b) for a, b in zip(before, run.policy.parameters))
+        assert same == (broken is not None) and math.isfinite(norm) == (broken != "gradient")
+        skipped = run.progress.skipped, run.progress.skipped_in_a_row
+        assert run.progress.step == step + 1 and skipped == ((number, number) if broken else (2, 0))
+        assert run.policy.scheduler.last_epoch == (broken is None)
+        assert all(p.grad is None for p in run.policy.parameters)
 
 
-def test_a_seed_gives_the_same_completions_alone_and_in_a_batch(model, tokenizer):
-    policy, config = Policy(model, tokenizer), GRPOConfig(generation_max_length=12, num_completions_per_prompt=3)
-    together = policy.sample(PROMPTS, config, [(7, p) for p in range(4)])
-    assert together.completions == policy.sample(PROMPTS, config, 7).completions
-    for p, prompt in enumerate(PROMPTS):
-        alone = policy.sample([prompt], config, [(7, p)])
-        assert alone.completions == together.completions[3 * p : 3 * p + 3]
-    assert together.completions[3:6] != together.completions[9:12], "the same prompt, another seed"
-    logp = policy.log_probs(together).logp
-    torch.testing.assert_close(logp, together.sampling_logp, atol=1e-4, rtol=1e-4)       # with its own distribution
-    assert together.distribution.top_p == 0.9
-
-
-@pytest.mark.parametrize("loss_type", LOSSES)
-def test_weights_of_importance_may_multiply_the_advantages(loss_type):
-    torch.manual_seed(0)
-    logp = (-3 * torch.rand(64, 7, dtype=torch.float64)).requires_grad_()
-    old_logp, mask = logp.detach() + 0.6 * torch.randn(64, 7).double(), torch.rand(64, 7) < 0.8
-    advantages, weights = torch.randn(64, 1).double(), (0.7 * torch.randn(64, 7).double()).exp().clamp(max=1.5)
-    for option in {}, {"off_policy_limit": 0.05}, *([{"dual_clip": 1.2}] if "dual_clip" in LOSSES[loss_type].bounds else []):
-        outside, removed, _ = token_loss(logp, old_logp, advantages, mask, loss_type=loss_type, **option)
-        inside, same, _ = token_loss(logp, old_logp, advantages * weights, mask, loss_type=loss_type, **option)
-        torch.testing.assert_close(torch.where(mask, outside * weights, 0.0), torch.where(mask, inside, 0.0))
-        assert torch.equal(removed & mask, same & mask)
-
-
-def test_groups_are_replaced_by_others_field_by_field(base):
-    run = with_settings(base)
-    groups = sample_groups(run, next(run.batches))
-    kept = torch.tensor([True, False, True, True])
-    some = select(groups, kept)
-    twice = select(concatenate([groups, some]), torch.tensor([False] * 4 + [True] * 3))
-    assert twice.examples == some.examples == [groups.examples[p] for p in (0, 2, 3)] and torch.equal(twice.rewards, groups.rewards[kept])
-    assert twice.rollout.completions == groups.rollout.completions[:4] + groups.rollout.completions[8:]
-    new = select(groups, torch.tensor([False, False, False, True]))
-    new = replace(new, reports=replace(groups.reports, metrics={"calls": [2.0]}), extra=[{"a": i} for i in range(4)])
-    groups = replace(groups, reports=replace(groups.reports, metrics={"calls": [1.0]}), extra=[{"b": i} for i in range(16)])
-    made = groups.replace(~kept, new).replace(torch.tensor([True, False, False, False]), new)
-    assert [example["prompt"] for example in made.examples] == [groups.examples[p]["prompt"] for p in (2, 3, 3, 3)]
-    assert made.extra == [{"b": i} for i in range(8, 16)] + [{"a": i} for i in range(4)] * 2
-    assert made.replaced == 2 and made.reports.metrics == {"calls": [1.0, 2.0, 2.0]}, "of calls for replaced groups too"
-    other = replace(groups, rollout=replace(groups.rollout, distribution=replace(groups.rollout.distribution, top_k=3)))
-    with pytest.raises(ValueError, match="differ"):
-        concatenate([groups, other])
-
-
-def test_when_memory_runs_out_sampling_starts_again_with_half_as_many(model, tokenizer, monkeypatch):
-    policy, config, seen = Policy(model, tokenizer), GRPOConfig(generation_max_length=6, num_completions_per_prompt=2), []
-    expected, real = policy.sample(PROMPTS, config, 0), policy.sample_batches
-
-    def fails(prompts, config, seeds, **options):
-        if not 0 < config.generation_batch_size <= 2:
-            raise MemoryError
-        return real(prompts, config, seeds, **options)
-
-    monkeypatch.setattr(policy, "sample_batches", fails)
-    policy.on_less_memory = lambda name, before, value: seen.append((name, value))
-    assert policy.sample(PROMPTS, config, 0).completions == expected.completions
-    assert seen == [("completions_at_once", 4), ("completions_at_once", 2)]
-    policy.completions_at_once = 0
-    with pytest.raises(MemoryError):                      # a group is sampled together
-        policy.sample(PROMPTS, config, 0, num_completions=3)
-    assert seen[2:] == [("completions_at_once", 6), ("completions_at_once", 3)]
-
-
-def test_a_loss_function_keeps_its_metrics(base):
-    run, metrics = with_settings(base), {"passes": torch.ones(())}
-    gradient(run, made(run), lambda new, batch: (add_up(new.logp, batch.weights), metrics))
-    assert metrics == {"passes": torch.ones(())}
+@pytest.mark.parametrize("engine,precision,tolerance", [
+    ("plain", "float32", 0.01), ("plain", "bfloat16", 0.1), ("shared", "float32", 0.01), ("vllm", "float32", 0.03), ("vllm", "bfloat16", 0.3)])
+def test_first_ratios_may_differ_from_1_by_so_much(model, monkeypatch, engine, precision, tolerance):
+    monkeypatch.setattr("engine.vllm_engine.VLLM", lambda policy: "a sampler")
+    policy = make_engine(engine, with_precision(model, precision), None)
+    for factor, wrong in (0.99, False), (1.01, True), (math.nan, False):
+        for metrics in {"ratio_deviation": tolerance * factor}, {"ratio_deviation": 9.0, "sampler_deviation": tolerance * factor}:
+            with pytest.raises(RatioError, match="first ratios must be 1") if wrong else nullcontext():
+                policy.require_ratios_of_1(metrics)

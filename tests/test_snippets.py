@@ -50,7 +50,7 @@ def test_the_functions_of_the_readme_do_what_it_says(monkeypatch, tmp_path):
         started.append(config)
         training = replace(config.training, cold_start_steps=0)                   # the built-in model's profile has some
         run = train.set_up(replace(config, model=ModelConfig(), training=training), **objects)
-        return run.model, run.tokenizer
+        return run.policy.model, run.policy.tokenizer
 
     monkeypatch.setattr(train, "train", small_train)
     monkeypatch.chdir(tmp_path)                           # outputs/mine may hold a run

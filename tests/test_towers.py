@@ -36,8 +36,8 @@ def test_only_the_text_model_is_trained_and_has_a_gradient(base, lora_rank, sett
     assert trained and not any(map(is_of_tower, trained)) and any(map(is_of_tower, dict(model.named_parameters())))
     assert all("lora" in name for name in trained) == bool(lora_rank)
     shared = make_engine("shared", model, tokenizer)
-    rollout = shared.sample(PROMPTS, settings, seed=0)
-    now = shared.log_probs(rollout, None, settings.distribution)
+    rollout = shared.sample(PROMPTS, settings, 0)
+    now = shared.forward(rollout, torch.arange(16))
     assert (now.logp - rollout.sampling_logp).abs().max() < 1e-4
     now.logp.sum().backward()
     assert {name for name, parameter in model.named_parameters() if parameter.grad is not None} == trained
@@ -48,9 +48,9 @@ def test_it_samples_and_scores_as_its_text_model_alone(tokenizer, settings):
     model, alone = WITH_TOWERS["gemma3_vision"]().eval(), ARCHITECTURES["gemma3"]().eval()
     alone.model.load_state_dict(text_model(model).state_dict())
     engines = [make_engine("shared", each, tokenizer) for each in (model, alone)]
-    rollout, again = (engine.sample(PROMPTS, settings, seed=0) for engine in engines)
+    rollout, again = (engine.sample(PROMPTS, settings, 0) for engine in engines)
     assert torch.equal(rollout.completion_ids, again.completion_ids) and torch.equal(rollout.sampling_logp, again.sampling_logp)
-    assert torch.equal(*(engine.log_probs(rollout, None, {}).logp for engine in engines))
+    assert torch.equal(*(engine.log_probs(rollout).logp for engine in engines))
 
 
 @pytest.mark.slow

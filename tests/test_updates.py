@@ -5,13 +5,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import experience_of, forward_backward, gradient, logits_alone, with_engine, with_settings
+from conftest import experience_of, forward_backward, gradient, logits_alone, take_step, with_engine, with_settings
 from torch import Tensor
 from torch.nn.functional import pad
 
-import train
 from experience import Batch, minibatches, sampled_kl
-from grpo import LOSSES, importance_weights, policy_loss, weighted_loss
+from grpo import LOSSES, importance_weights, policy_loss
 from sample import Rollout
 from train import sample_groups
 
@@ -127,37 +126,6 @@ def test_rows_that_are_not_forwarded_would_have_no_gradient(base, monkeypatch, f
     monkeypatch.setattr(Batch, "rows_with_gradient", lambda batch, of_policy_loss_alone: batch.rows)
     every, _ = gradient(run, experience)
     assert len({*forwarded}) == 16 and differ(some, every) < 2e-6
-
-
-def test_a_new_term_of_the_loss_and_a_new_metric_are_one_edit_each(base, monkeypatch):
-    """The term acts on tied rows too, which are not forwarded for the policy loss alone; supervised training has none of it."""
-    run, usual_loss = with_settings(base), train.grpo_loss
-    experience = off_policy(run)
-    without, _ = gradient(run, experience)
-    run.policy.clear_gradient()
-    probability = run.policy.forward(experience.rollout, torch.arange(16)).logp.exp()[experience.mask]
-    (0.1 * probability.mean()).backward()
-    of_term = torch.cat([p.grad.flatten() for p in run.policy.parameters]).double()
-
-    def grpo_loss(config, new, batch):
-        terms, metrics = usual_loss(config, new, batch)
-        terms["length_term"] = 0.1 * weighted_loss(new.logp.exp(), batch.weights)
-        metrics["probability"] = new.logp.exp()
-        return terms, metrics
-
-    monkeypatch.setattr(train, "grpo_loss", grpo_loss)
-    for budget in 10**6, 61, 1:
-        with_engine(run, "shared", budget)
-        both, losses = gradient(run, experience)
-        assert differ(both, without + of_term) < 2e-6
-        assert [losses["probability"], 10 * losses["length_term"]] == pytest.approx([probability.mean().item()] * 2, rel=1e-5)
-        assert losses["total_loss"] == pytest.approx(losses["policy_loss"] + losses["length_term"])
-    run.policy.optimizer.param_groups[0]["lr"] = 0.0
-    metrics, _ = train.grpo_training_step(run, next(run.batches))
-    assert metrics["probability"] == pytest.approx(10 * metrics["length_term"])
-    metrics, experience = train.supervised_training_step(run, next(run.batches))
-    logp = run.policy.log_probs(experience.rollout).logp[experience.mask]
-    assert metrics["loss"] == pytest.approx(-float(logp.mean())) and "probability" not in metrics
 
 
 # ---- on policy, and after an update --------------------------------------------------------------------------------
@@ -371,14 +339,6 @@ def test_values_are_learned_where_no_advantage_is_left_too(base):
     assert not torch.equal(torch.maximum(far, near), far)
 
 
-def take_step(run, losses):
-    """The end of an update, as in grpo_training_step."""
-    update = losses | run.policy.optimizer_step(run.config.training.max_grad_norm)
-    run.progress.count(update)
-    train.follow_policy(run, update)
-    return update
-
-
 @pytest.mark.parametrize("mode", ["static", "ema", "periodic"])
 def test_the_reference_stays_follows_slowly_or_is_replaced(base, mode):
     run = with_settings(base, use_kl_penalty=True, reference_mode=mode, ema_alpha=0.75, reference_update_freq=2)
@@ -396,29 +356,3 @@ def test_the_reference_stays_follows_slowly_or_is_replaced(base, mode):
         for found, wanted in zip(kept, expected):
             torch.testing.assert_close(found, wanted, rtol=1e-5 if mode == "ema" else 0, atol=1e-7 if mode == "ema" else 0)
     assert all(p.grad is None for p in kept)
-
-
-@pytest.mark.parametrize("engine", ["plain", "shared"])
-def test_a_step_whose_gradient_or_loss_alone_is_not_finite_changes_nothing_and_is_counted(base, engine):
-    run = with_settings(base)
-    with_engine(run, engine, 2048)
-    run.progress.skipped = run.progress.skipped_in_a_row = 0
-    rollout = sample_groups(run, next(run.batches)).rollout
-    experience = experience_of(run, rollout, torch.randn(4, 4))
-
-    def endless(new, batch):
-        terms, metrics = train.grpo_loss(run.config.grpo, new, batch)
-        return terms | {"endless_term": torch.tensor(math.inf)}, metrics
-
-    for number, broken in enumerate(["gradient", "loss", None], start=1):
-        before, step = [p.clone() for p in run.policy.parameters], run.progress.step
-        losses = forward_backward(run, experience, loss_fn=endless if broken == "loss" else None)
-        if broken == "gradient":
-            run.policy.parameters[0].grad[0, 0] = math.nan
-        norm = take_step(run, losses)["grad_norm"]
-        same = all(torch.equal(a, b) for a, b in zip(before, run.policy.parameters))
-        assert same == (broken is not None) and math.isfinite(norm) == (broken != "gradient")
-        skipped = run.progress.skipped, run.progress.skipped_in_a_row
-        assert run.progress.step == step + 1 and skipped == ((number, number) if broken else (2, 0))
-        assert run.policy.scheduler.last_epoch == (broken is None)
-        assert all(p.grad is None for p in run.policy.parameters)

@@ -46,7 +46,7 @@ def test_1_group_advantages():
             largest = float(task.group_advantages(torch.full((1, size), points)).abs().max())
             assert largest == 0, (
                 f"{size} times {points} is a tie, and an advantage is {largest:.3g}: the float32 mean is not exactly {points}, and "
-                "the rest is divided by nearly 0. Find ties in the rewards, before the division")
+                "the rest is divided by nearly 0. Find ties in the points, before the division")
     beside = task.group_advantages(torch.tensor([[0.7] * 7, [0.0] * 6 + [1.0]]))
     assert float(beside[0].abs().max()) == 0, "a tied row beside another row is not 0: look for ties in each row (dim=1)"
     assert float(beside[1].abs().max()) > 0, "a row beside a tied one is 0: look for ties in each row (dim=1)"
@@ -81,8 +81,7 @@ def test_3_clipped_loss():
             ratio, ratio.clamp(0.8, 1.2)) * advantages,
         the_ratio_is_that_of_old_to_new=-torch.minimum(advantages / ratio, (1 / ratio).clamp(0.8, 1.2) * advantages),
     )
-    mask = torch.ones(4, 6, dtype=torch.bool)
-    expected, _ = grpo.policy_loss(logp, old_logp, advantages, mask, weights=mask.float())
+    expected, _ = grpo.policy_loss(logp, old_logp, advantages, torch.ones(4, 6).bool(), torch.ones(4, 6))
     assert loss.requires_grad, "the loss has no gradient: something is detached"
     gradients = [torch.autograd.grad(value, logp, retain_graph=True)[0] for value in (loss.sum(), expected)]
     compare("gradient of the loss with respect to logp", *gradients)
