@@ -4,7 +4,6 @@ import platform
 import signal
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -27,9 +26,10 @@ from engine import make_engine
 from engine.models import make_reference, load_any_policy, save_any_policy
 from engine.text_model import trainable_parameters
 from experience import Groups, compute_experience
-from model import ValueHead, byte_tokenizer
+from model import byte_tokenizer
 from runs.command_line import parse_config
 from runs.folder import read_jsonl
+from runs.phases import train_in_phase
 from runs.run import Run
 from runs.setup import set_up
 from sample import Rollout, left_pad
@@ -306,41 +306,10 @@ def experience_of(run, rollout, rewards):
     return compute_experience(groups, advantages, config, run.policy, run.reference)
 
 
-def forward_backward(run, experience, rows=None, loss_fn=None):
-    """The losses of an update on some rows, or all of them, as in grpo_training_step."""
-    config, rows = run.config.grpo, torch.arange(len(experience.mask)) if rows is None else rows
-    batch = experience.batch(rows, config.aggregation, max_tokens=config.generation_max_length)
-    loss_fn = loss_fn or partial(train.grpo_loss, config)
-    return run.policy.forward_backward(batch, loss_fn, reference=run.reference if config.exact_kl else None)
-
-
-def gradient(run, experience, rows=None, loss_fn=None):
-    """All gradients of an update in one vector, in float64; and its losses."""
-    run.policy.clear_gradient()
-    losses = forward_backward(run, experience, rows, loss_fn)
-    return torch.cat([p.grad.flatten() for p in run.policy.parameters]).double(), losses
-
-
-def take_step(run, losses):
-    """The end of an update with these losses, as in grpo_training_step."""
-    update = losses | run.policy.optimizer_step(run.config.training.max_grad_norm)
-    run.progress.count(update)
-    train.follow_policy(run, update)
-    return update
-
-
-def shared_log_probs(model, rollout, rows=None, *, reference=None):
+def shared_log_probs(model, rollout, *, reference=None):
     """As completion_log_probs, by the shared engine."""
     policy = make_engine("shared", model, None)
-    rows = torch.arange(len(rollout.completion_ids)) if rows is None else rows
-    return policy.forward(rollout, rows, reference and policy.like(reference))
-
-
-def with_engine(run, name, max_tokens):
-    """Let the policy of another engine take over the objects of a run's phase."""
-    old = run.policy
-    run.policy = make_engine(name, old.model, old.tokenizer, max_tokens=max_tokens)
-    run.policy.train_with(old.optimizer, old.scheduler, old.value_head)
+    return policy.forward(rollout, torch.arange(len(rollout.completion_ids)), reference and policy.like(reference))
 
 
 def logits_alone(model, rollout, row):
@@ -349,6 +318,19 @@ def logits_alone(model, rollout, row):
     prompt = rollout.prompt_ids[row // group_size][rollout.prompt_mask[row // group_size]]
     ids = rollout.completion_ids[row, : int(rollout.completion_mask[row].nonzero().max()) + 1]
     return model(input_ids=torch.cat([prompt, ids])[None]).logits[0, len(prompt) - 1 : -1], ids
+
+
+def kept_by_hand(logits, temperature, top_k, top_p, min_p=0.0):
+    """Ids that survive, from a sorted list of Python floats."""
+    probs = (torch.tensor(logits, dtype=torch.float64) / temperature).softmax(0).tolist()
+    likely = [i for i in range(len(probs)) if probs[i] >= min_p * max(probs)]
+    order = sorted(likely, key=lambda i: -probs[i])[: top_k or None]
+    total, kept, before = sum(probs[i] for i in order), [], 0.0
+    for i in order:
+        if before / total < top_p:
+            kept.append(i)
+        before += probs[i]
+    return sorted(kept)
 
 
 def made_up_rollout(prompt_lengths, lengths, vocab_size=200, **distribution):
@@ -377,11 +359,7 @@ def with_settings(base, architecture="gemma3", **grpo):
         run.reference = policy.like(make_reference(policy.model))
         with torch.no_grad():
             run.reference.model.get_output_embeddings().weight.mul_(1.5)
-    value_head, parameters = None, [*policy.model.parameters()]
-    if run.config.grpo.use_value_head:
-        value_head = ValueHead(32)
-        torch.nn.init.normal_(value_head.layers[-1].weight)
-        parameters += value_head.parameters()
-    optimizer = torch.optim.SGD(parameters, lr=1.0)
-    policy.train_with(optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer), value_head)
+    train_in_phase(policy, base.phase, config, lambda named: torch.optim.SGD([parameter for _, parameter in named], lr=1.0))
+    if policy.value_head is not None:
+        torch.nn.init.normal_(policy.value_head.layers[-1].weight)
     return run

@@ -1,6 +1,5 @@
 """The data of an update: rewards shaped, tied groups replaced, advantages of tokens, minibatches."""
 
-import itertools
 import math
 from dataclasses import replace
 from types import SimpleNamespace
@@ -15,7 +14,6 @@ from data import Batches
 from experience import Experience, Groups, compute_experience, minibatches, sampled_kl, shape_rewards, token_advantages
 from grpo import compute_group_advantages
 from logprobs import LogProbs
-from reward_functions.calling import Reports
 from sample import Rollout
 from train import sample_groups
 
@@ -71,44 +69,42 @@ def test_with_gdpo_points_of_an_unscored_completion_do_not_count_for_its_sibling
     assert shaped[0].isnan().tolist() == [[False, False, False, True]]
 
 
-def test_dynamic_sampling_replaces_tied_groups_by_new_prompts_in_bounded_rounds(base, monkeypatch):
-    run = with_settings(base, dynamic_sampling=2)
-    plan = [[0, 1, 0, 0], [1, 0, 0], [0, 0]]              # which groups of each round have something to teach
-    asked = []
+def with_points(base, *rounds, **settings):
+    """A run whose reward function gives these points (P, G) in each round of sampling; and the prompts and completions of each."""
+    run, seen = with_settings(base, reward_functions=["points"], **settings), []
 
-    def rewards_of(functions, weights, rollout, examples, **_):
-        wanted = plan[len(asked)]
-        asked.append([example["prompt"] for example in examples])
-        points = torch.tensor([[1.0, 0.0, 0.0, 0.0] if mixed else [0.7] * 4 for mixed in wanted]).double()
-        return points, {"points": points}
+    def points(prompts, completions, log_extra, log_metric, **columns):
+        log_extra("prompt", prompts)
+        log_metric("round", len(seen))
+        seen.append((prompts[::4], completions))
+        return torch.tensor(rounds[len(seen) - 1]).double().flatten().tolist()
 
-    monkeypatch.setattr("runs.groups.compute_rewards_for_completions", rewards_of)
-    groups = sample_groups(run, next(run.batches))
+    return replace(run, reward_functions=[points]), seen
+
+
+def test_dynamic_sampling_replaces_tied_groups_by_new_prompts_in_bounded_rounds(base):
+    mixed, tied = [1.0, 0.0, 0.0, 0.0], [0.7] * 4
+    run, seen = with_points(base, [tied, mixed, tied, tied], [mixed, tied, tied], [tied, tied], dynamic_sampling=2)
+    groups, asked = sample_groups(run, next(run.batches)), [prompts for prompts, _ in seen]
     order = Batches(run.train_set, 9, 0)
-    assert list(itertools.chain(*asked)) == [example["prompt"] for example in next(order)], "the next prompts, none twice"
+    assert [*asked[0], *asked[1], *asked[2]] == [example["prompt"] for example in next(order)], "the next prompts, none twice"
     assert run.batches.position == 9 and groups.replaced == 3 + 2
     assert groups.tied.tolist() == [False, False, True, True], "the last round's stay"
-    assert [example["prompt"] for example in groups.examples] == [asked[0][1], asked[1][0], *asked[2]]
+    prompts = [asked[0][1], asked[1][0], *asked[2]]
     texts = [run.policy.tokenizer.decode(ids[mask]) for ids, mask in zip(groups.rollout.prompt_ids, groups.rollout.prompt_mask)]
-    assert [text.removeprefix("<bos>") for text in texts] == [example["prompt"] for example in groups.examples]
-    assert groups.rollout.completion_mask.shape == groups.rollout.sampling_logp.shape and len(groups.rollout.completions) == 16
-    logp = run.policy.log_probs(groups.rollout).logp
-    torch.testing.assert_close(logp, groups.rollout.sampling_logp, atol=1e-4, rtol=1e-4)
+    assert [text.removeprefix("<bos>") for text in texts] == [example["prompt"] for example in groups.examples] == prompts
+    assert [row["prompt"] for row in groups.extra] == [prompt for prompt in prompts for _ in range(4)]
+    assert groups.reports.metrics == [("round", 0.0), ("round", 1.0), ("round", 2.0)], "also of calls for replaced groups"
+    assert groups.rollout.completion_mask.shape == groups.rollout.sampling_logp.shape
+    assert groups.rollout.completions == seen[0][1][4:8] + seen[1][1][:4] + seen[2][1]
+    torch.testing.assert_close(run.policy.log_probs(groups.rollout).logp, groups.rollout.sampling_logp, atol=1e-4, rtol=1e-4)
 
 
 def test_groups_that_differ_in_length_alone_are_replaced(base, monkeypatch):
-    run = with_settings(base, dynamic_sampling=1, overlong="penalise", generation_max_length=20, reward_clip=2.0)
-    rounds = iter([[[0.0] * 4, [1.0, 0.0, 0.0, 0.0], [5.0, 6.0, 7.0, 8.0], [math.nan, 1.0, 1.0, 1.0]], [[0.0] * 4] * 3])
-
-    def rewards_of(functions, weights, rollout, examples, **_):
-        points = torch.tensor(next(rounds)).double()
-        return points, {"points": points}
-
-    def penalised(config, groups):
-        return groups.scores.clamp(-2, 2) - torch.arange(4).double() / 100              # as of lengths that differ
-
-    monkeypatch.setattr("runs.groups.compute_rewards_for_completions", rewards_of)
-    monkeypatch.setattr(train, "shape_rewards", penalised)
+    rounds = [[0.0] * 4, [1.0, 0.0, 0.0, 0.0], [5.0, 6.0, 7.0, 8.0], [math.nan, 1.0, 1.0, 1.0]], [[0.0] * 4] * 3
+    run, _ = with_points(base, *rounds, dynamic_sampling=1, overlong="penalise", generation_max_length=20, reward_clip=2.0)
+    of_length = torch.arange(4).double() / 100            # penalties, as of lengths that differ
+    monkeypatch.setattr(train, "shape_rewards", lambda config, groups: groups.scores.clamp(-2, 2) - of_length)
     groups = sample_groups(run, next(run.batches))
     assert groups.replaced == 3 and groups.scores[0].tolist() == [1.0, 0.0, 0.0, 0.0]
     lacking = groups.without_signal(run.config.grpo)
@@ -117,27 +113,20 @@ def test_groups_that_differ_in_length_alone_are_replaced(base, monkeypatch):
     assert scaled > 1 and plain < 0.02
 
 
+def test_a_prompt_that_comes_up_again_in_a_round_is_answered_anew(base):
+    run, seen = with_points(base, *[torch.zeros(4, 4).tolist()] * 2, dynamic_sampling=1)
+    run.batches = Batches(run.train_set[:4], 4, 0)                       # the new prompts are the old ones
+    sample_groups(run, next(run.batches))
+    first, second = (dict(zip(prompts, completions[::4])) for prompts, completions in seen)
+    assert set(first) == set(second) and all(first[prompt] != second[prompt] for prompt in first)
+
+
 def test_with_gdpo_a_group_of_equal_scores_may_have_a_signal(base):
     config = with_settings(base, reward_combination="gdpo", reward_functions=["a", "b"], reward_weights=[1.0, 0.5]).config.grpo
     per_function = {"a": torch.tensor([[1.0, 0.0, 1.0, 0.0]]).double(), "b": torch.tensor([[0.0, 2.0, 0.0, 2.0]]).double()}
     scores = torch.ones(1, 4).double()
     groups = Groups([], None, scores, per_function, shaped_rewards(config, scores, per_function))
     assert not groups.without_signal(config).any() and groups.without_signal(replace(config, reward_combination="sum")).all()
-
-
-def test_a_prompt_that_comes_up_again_in_a_round_is_answered_anew(base, monkeypatch):
-    run = with_settings(base, dynamic_sampling=1)
-    run.batches = Batches(run.train_set[:4], 4, 0)                       # the new prompts are the old ones
-    seen = []
-
-    def never_any_signal(functions, weights, rollout, examples, **_):
-        seen.append(dict(zip([example["prompt"] for example in examples], rollout.completions[::4])))
-        return torch.zeros(4, 4).double(), {"points": torch.zeros(4, 4).double()}
-
-    monkeypatch.setattr("runs.groups.compute_rewards_for_completions", never_any_signal)
-    sample_groups(run, next(run.batches))
-    first, second = seen
-    assert set(first) == set(second) and all(first[prompt] != second[prompt] for prompt in first)
 
 
 def test_clipped_rewards_are_clipped_before_anything_else(base):
@@ -247,20 +236,10 @@ def test_what_is_measured_between_sampler_and_trainer(same_arithmetic):
         config = GRPOConfig(importance_cap=cap, num_completions_per_prompt=2)
         made = compute_experience(groups, numbers([2.0, 0.0]), config, policy_of(trainer, same_arithmetic=same_arithmetic))
         ratios = [math.exp(x) for x in (-0.5, 0.0, 1.0, -0.2)]
-        expected = {"mean_advantage": 1.0, "std_advantage": 2**0.5}
-        if cap or not same_arithmetic:
-            expected["sampler_deviation"] = sum(abs(x - 1) for x in ratios) / 4
-        if cap:
-            expected["importance_weight"] = (ratios[0] + ratios[1] + 1.5) / 3
-        assert made.metrics == pytest.approx(expected) and made.old_logp.equal(trainer if cap else sampler)
+        expected = {"mean_advantage": 1.0, "std_advantage": 2**0.5, "importance_weight": (ratios[0] + ratios[1] + 1.5) / 3 if cap else None}
+        expected["sampler_deviation"] = sum(abs(x - 1) for x in ratios) / 4 if cap or not same_arithmetic else None
+        assert dict.fromkeys(expected) | made.metrics == pytest.approx(expected) and made.old_logp.equal(trainer if cap else sampler)
         torch.testing.assert_close(made.advantages[0], 2 * numbers(ratios[0], ratios[1], 1.5) if cap else numbers(2.0, 2.0, 2.0))
-
-
-def test_rows_without_tokens_are_never_forwarded_and_without_advantages_only_for_other_terms():
-    mask, logp = torch.tensor([[1, 1], [1, 0], [0, 0]]).bool(), torch.zeros(3, 2)
-    made = Experience([], rollout_of(mask), mask, numbers([0.0, 1.0], [0.0, 1.0], [1.0, 1.0]), logp, logp)
-    for rows, alone, kept in ([0, 1, 2], True, [0]), ([0, 1, 2], False, [0, 1]), ([2, 1], False, [1]), ([2, 1], True, []):
-        assert made.batch(torch.tensor(rows)).rows_with_gradient(of_policy_loss_alone=alone).tolist() == kept
 
 
 def test_weights_of_a_batch_count_its_rows_and_all_tokens_of_their_groups():
@@ -275,12 +254,19 @@ def test_weights_of_a_batch_count_its_rows_and_all_tokens_of_their_groups():
         torch.testing.assert_close(batch.weights, mask * torch.tensor(expected).float()[:, None])
 
 
-def test_the_ratio_of_ratio_k3_is_cut_at_e_to_the_20():
-    before, logp = numbers([-26.0, -2.0]), numbers([-1.0, -1.0])
-    made = Experience([], None, torch.ones(1, 2).bool(), numbers([1.0, 1.0]), before, before, reference_logp=logp - 1)
-    kl = sampled_kl(logp, made, GRPOConfig(use_kl_penalty=True))
-    k3 = math.exp(-1) + 1 - 1
-    torch.testing.assert_close(kl, numbers([math.exp(20) * k3, math.exp(1) * k3]))
+@pytest.mark.parametrize("cap", [0.0, 1.0, 2.0])
+def test_the_ratio_of_ratio_k3_is_capped_by_importance_cap_with_its_gradient_and_cut_at_e_to_the_20(cap):
+    """On policy rounding decides whether a ratio is above 1."""
+    logp, moved, x = torch.full((1, 5), -1.0, requires_grad=True), numbers([25.0, 1.0, 1e-6, 0.0, -1.0]), numbers([-1.0, 0.5, 0.5, 2.0, 1.0])
+    before = logp.detach() - moved
+    made = Experience([], None, torch.ones(1, 5).bool(), torch.ones(1, 5), before, before, reference_logp=logp.detach() + x)
+    kl = sampled_kl(logp, made, GRPOConfig(use_kl_penalty=True, importance_cap=cap))
+    (gradient,) = torch.autograd.grad(kl.sum(), logp)
+    for t in range(5):
+        ratio = min(math.exp(min(float(moved[0, t]), 20.0)), cap or math.inf)
+        k3, slope = math.exp(x[0, t]) - x[0, t] - 1, 1 - math.exp(x[0, t])
+        expected = ratio * k3, ratio * ((0 if t == 0 else k3) + slope)
+        torch.testing.assert_close(torch.stack([kl[0, t], gradient[0, t]]), torch.tensor(expected), rtol=1e-4, atol=1e-5)
 
 
 def test_the_kl_in_the_reward_is_taken_off_within_a_group_without_rows_that_are_not_trained_on():
@@ -306,16 +292,3 @@ def test_with_a_value_head_tokens_have_advantages_of_their_own_and_the_penalty_o
     for found, wanted in zip((made.advantages, made.returns, made.old_values), (*expected, now.values)):
         torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
     assert now.values.abs().max() > 0.1 and torch.equal(made.mask, mask)
-
-
-def test_groups_are_replaced_by_others_field_by_field(base):
-    run = with_settings(base)
-    groups = sample_groups(run, next(run.batches))
-    groups = replace(groups, reports=Reports(metrics=[("calls", 1.0)]), extra=[{"a": row} for row in range(16)])
-    new = groups.select(torch.arange(4) == 3)
-    new = replace(new, reports=Reports(metrics=[("calls", 2.0)]), extra=[{"b": row} for row in range(4)])
-    made = groups.replace(torch.arange(4) == 1, new).replace(torch.arange(4) == 0, new)
-    assert made.examples == [groups.examples[p] for p in (2, 3, 3, 3)] and torch.equal(made.rewards, groups.rewards[[2, 3, 3, 3]])
-    assert made.rollout.completions == groups.rollout.completions[8:] + 2 * groups.rollout.completions[12:]
-    assert made.extra == [{"a": row} for row in range(8, 16)] + 2 * [{"b": row} for row in range(4)]
-    assert made.replaced == 2 and made.reports.metrics == [("calls", 1.0), ("calls", 2.0), ("calls", 2.0)], "of all calls"

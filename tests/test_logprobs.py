@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ARCHITECTURES, PROMPTS, logits_alone, made_up_rollout, shared_log_probs
+from conftest import ARCHITECTURES, PROMPTS, kept_by_hand, logits_alone, made_up_rollout, shared_log_probs
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import logprobs
@@ -16,19 +16,6 @@ from engine.recomputation import recompute_activations
 from logprobs import completion_lengths, completion_log_probs, in_chunks, micro_batches, restrict_logits
 from engine.models import make_reference
 from sample import sample_completions_for_prompts
-
-
-def kept_by_hand(logits, temperature, top_k, top_p, min_p):
-    """Ids that survive, from a sorted list of Python floats."""
-    probs = (torch.tensor(logits, dtype=torch.float64) / temperature).softmax(0).tolist()
-    likely = [i for i in range(len(probs)) if probs[i] >= min_p * max(probs)]
-    order = sorted(likely, key=lambda i: -probs[i])[: top_k or None]
-    total, kept, before = sum(probs[i] for i in order), [], 0.0
-    for i in order:
-        if before / total < top_p:
-            kept.append(i)
-        before += probs[i]
-    return sorted(kept)
 
 
 @pytest.mark.parametrize("temperature,top_k,top_p,min_p", [
@@ -139,12 +126,6 @@ def test_tokens_that_are_not_kept_have_no_gradient_however_large_that_of_the_res
     torch.testing.assert_close(*gradients)
 
 
-def dense_log_probs(model, rollout, row, temperature):
-    logits, ids = logits_alone(model, rollout, row)
-    log_probs = (logits / temperature).log_softmax(-1)
-    return log_probs.gather(-1, ids[:, None])[:, 0], -(log_probs.exp() * log_probs).sum(-1)
-
-
 @pytest.mark.parametrize("name", ["shared", "plain"])
 def test_sampler_and_trainer_agree_and_the_trainer_with_the_models_own_logits(architecture, tokenizer, settings, name):
     _, model = architecture
@@ -153,10 +134,10 @@ def test_sampler_and_trainer_agree_and_the_trainer_with_the_models_own_logits(ar
     torch.testing.assert_close(engine.log_probs(rollout).logp, rollout.sampling_logp, atol=1e-4, rtol=0)
     ours = engine.log_probs(replace(rollout, distribution=dict(temperature=0.7)))
     for row, mask in enumerate(rollout.completion_mask):
-        with torch.no_grad():
-            logp, entropy = dense_log_probs(model, rollout, row, 0.7)
-        torch.testing.assert_close(ours.logp[row, mask], logp, atol=2e-5, rtol=1e-5)
-        torch.testing.assert_close(ours.entropy[row, mask], entropy, atol=2e-5, rtol=1e-5)
+        logits, ids = logits_alone(model, rollout, row)
+        log_p = (logits.detach() / 0.7).log_softmax(-1)
+        torch.testing.assert_close(ours.logp[row, mask], log_p.gather(-1, ids[:, None])[:, 0], atol=2e-5, rtol=1e-5)
+        torch.testing.assert_close(ours.entropy[row, mask], -(log_p.exp() * log_p).sum(-1), atol=2e-5, rtol=1e-5)
         assert not ours.logp[row, ~mask].any()
 
 

@@ -1,16 +1,23 @@
 """Updates on a rollout: the gradient is that of the whole step however it is cut, and every term does what it says."""
 
 import math
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
-from conftest import experience_of, forward_backward, gradient, logits_alone, take_step, with_engine, with_settings
+from conftest import experience_of, kept_by_hand, logits_alone, with_settings
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.nn.utils import parameters_to_vector
 
-from experience import Batch, minibatches, sampled_kl
-from grpo import LOSSES, importance_weights, policy_loss
+import train
+from engine import make_engine
+from engine.precision import with_precision
+from experience import Batch, minibatches
+from grpo import LOSSES, importance_weights, policy_loss, weighted_loss
+from policy import RatioError
 from sample import Rollout
 from train import sample_groups
 
@@ -40,39 +47,68 @@ def off_policy(run, seed=0):
     return experience
 
 
+def forward_backward(run, experience, rows=None, loss_fn=None):
+    """The losses of an update on some rows, or all of them, as in grpo_training_step."""
+    config, rows = run.config.grpo, torch.arange(len(experience.mask)) if rows is None else rows
+    batch = experience.batch(rows, config.aggregation, max_tokens=config.generation_max_length)
+    loss_fn = loss_fn or partial(train.grpo_loss, config)
+    return run.policy.forward_backward(batch, loss_fn, reference=run.reference if config.exact_kl else None)
+
+
+def gradient(run, experience, rows=None, loss_fn=None):
+    """All gradients of an update in one vector, in float64; and its losses."""
+    run.policy.clear_gradient()
+    losses = forward_backward(run, experience, rows, loss_fn)
+    return parameters_to_vector(p.grad for p in run.policy.parameters).double(), losses
+
+
+def gradient_of(policy, loss):
+    """All gradients of a loss in one vector, in float64."""
+    policy.clear_gradient()
+    loss.backward()
+    return parameters_to_vector(p.grad for p in policy.parameters).double()
+
+
 def differ(left, right):
     return float((left - right).norm() / right.norm())
 
 
+def take_step(run, losses):
+    """The end of an update with these losses, as in grpo_training_step."""
+    update = losses | run.policy.optimizer_step(run.config.training.max_grad_norm)
+    run.progress.count(update)
+    train.follow_policy(run, update)
+    return update
+
+
+def with_engine(run, name, max_tokens):
+    """Let the policy of another engine take over the objects of a run's phase."""
+    old = run.policy
+    run.policy = make_engine(name, old.model, old.tokenizer, max_tokens=max_tokens)
+    run.policy.train_with(old.optimizer, old.scheduler, old.value_head)
+
+
+def changed(experience, of_completions, of_prompts):
+    """The same experience with a function applied to each tensor of its 16 completions, and another to those of its 4 prompts."""
+    def tensors(item):
+        found = {name: x for name, x in vars(item).items() if isinstance(x, Tensor)}
+        return {name: of_prompts(x) if len(x) == 4 else of_completions(x) for name, x in found.items()}
+
+    return replace(experience, **tensors(experience), rollout=replace(experience.rollout, **tensors(experience.rollout)))
+
+
 def reordered(experience, groups):
     """The same experience with its groups in another order."""
-    rows = (4 * groups[:, None] + torch.arange(4)).flatten()
-
-    def move(item, **changes):
-        tensors = {name: x[groups if len(x) == len(groups) else rows] for name, x in vars(item).items() if isinstance(x, Tensor)}
-        return replace(item, **tensors, **changes)
-
-    return move(experience, rollout=move(experience.rollout))
+    return changed(experience, lambda x: x.unflatten(0, (4, 4))[groups].flatten(0, 1), lambda x: x[groups])
 
 
 def padded(experience, left, right):
     """The same experience with more padding before the prompts and after the completions, and garbage in it."""
-    old = experience.rollout
+    def wider(x, *sides):
+        return pad(x, sides, value=False if x.dtype == torch.bool else 7) if x.ndim == 2 else x
 
-    def wider(tensor, value):
-        return None if tensor is None else pad(tensor, (0, right), value=value)
-
-    rollout = replace(
-        old, prompt_ids=pad(old.prompt_ids, (left, 0), value=7), prompt_mask=pad(old.prompt_mask, (left, 0)),
-        completion_ids=wider(old.completion_ids, 5), completion_mask=wider(old.completion_mask, False),
-        sampling_logp=wider(old.sampling_logp, -3.0),
-    )
-    return replace(
-        experience, rollout=rollout, mask=wider(experience.mask, False), advantages=wider(experience.advantages, 9.0),
-        trainer_logp=wider(experience.trainer_logp, -3.0),
-        old_logp=wider(experience.old_logp, math.nan), reference_logp=wider(experience.reference_logp, 2.0),
-        old_values=wider(experience.old_values, 4.0), returns=wider(experience.returns, -4.0),
-    )
+    wide = changed(experience, lambda x: wider(x, 0, right), lambda x: wider(x, left, 0))
+    return replace(wide, old_logp=wide.old_logp.masked_fill(~wide.mask, math.nan))
 
 
 # Each loss with each term once, and with all of them in float64, which Gemma's norms never are.
@@ -93,11 +129,10 @@ def test_the_gradient_of_a_step_does_not_depend_on_how_it_is_cut_padded_or_order
             module.to(dtype)
     whole, losses = gradient(run, experience)
     assert whole.norm() > 0 and losses["ratio_deviation"] > 0.1
-    num_rows = len(experience.mask)
     variants = {
         "padding": (padded(experience, 3, 5), None),
         "permuted groups": (reordered(experience, torch.tensor([2, 0, 3, 1])), None),
-        "permuted rows": (experience, torch.randperm(num_rows)),
+        "permuted rows": (experience, torch.randperm(16)),
     }
     for name, (variant, rows) in variants.items():
         same, _ = gradient(run, variant, rows)
@@ -118,14 +153,44 @@ def test_rows_that_are_not_forwarded_would_have_no_gradient(base, monkeypatch, f
     run = with_settings(base, **flags)
     experience, forward, forwarded = off_policy(run), run.policy.forward, []
     experience.advantages = experience.advantages * (torch.arange(16) // 4 != 1)[:, None]
+    experience.mask[6] = experience.mask[9] = False       # nor are rows without tokens, one of them of the tied group
     monkeypatch.setattr(run.policy, "forward", lambda rollout, rows, *rest: forwarded.extend(rows.tolist()) or forward(rollout, rows, *rest))
     some, losses = gradient(run, experience)
     alone = not any(name.endswith("_term") for name in losses)
     assert alone == (flags.keys() <= {"importance_cap"} or "reward" in flags.values())
-    assert sorted(forwarded) == ([*range(4), *range(8, 16)] if alone else [*range(16)])
+    assert sorted(forwarded) == [row for row in range(16) if row not in ((4, 5, 6, 7, 9) if alone else (6, 9))]
     monkeypatch.setattr(Batch, "rows_with_gradient", lambda batch, of_policy_loss_alone: batch.rows)
     every, _ = gradient(run, experience)
     assert len({*forwarded}) == 16 and differ(some, every) < 2e-6
+
+
+def test_a_new_term_of_the_loss_and_a_new_metric_are_one_edit_each(base, monkeypatch):
+    """The term acts on tied rows too, which are not forwarded for the policy loss alone; supervised training has none of it."""
+    run, usual_loss = with_settings(base), train.grpo_loss
+    experience = off_policy(run)
+    without, _ = gradient(run, experience)
+    probability = run.policy.forward(experience.rollout, torch.arange(16)).logp.exp()[experience.mask]
+    of_term = gradient_of(run.policy, 0.1 * probability.mean())
+
+    def grpo_loss(config, new, batch):
+        terms, metrics = usual_loss(config, new, batch)
+        terms["length_term"] = 0.1 * weighted_loss(new.logp.exp(), batch.weights)
+        metrics["probability"] = new.logp.exp()
+        return terms, metrics
+
+    monkeypatch.setattr(train, "grpo_loss", grpo_loss)
+    for budget in 10**6, 61, 1:
+        with_engine(run, "shared", budget)
+        both, losses = gradient(run, experience)
+        assert differ(both, without + of_term) < 2e-6
+        assert [losses["probability"], 10 * losses["length_term"]] == pytest.approx([probability.mean().item()] * 2, rel=1e-5)
+        assert losses["total_loss"] == pytest.approx(losses["policy_loss"] + losses["length_term"])
+    run.config = replace(run.config, training=replace(run.config.training, max_grad_norm=1e-9))          # the policy stays as it is
+    metrics, _ = train.grpo_training_step(run, next(run.batches))
+    assert metrics["probability"] == pytest.approx(10 * metrics["length_term"])
+    metrics, experience = train.supervised_training_step(run, next(run.batches))
+    logp = run.policy.log_probs(experience.rollout).logp[experience.mask]
+    assert metrics["loss"] == pytest.approx(-float(logp.mean())) and "probability" not in metrics
 
 
 # ---- on policy, and after an update --------------------------------------------------------------------------------
@@ -150,51 +215,25 @@ def test_what_describes_the_policy_is_a_mean_over_the_tokens_that_were_looked_at
     assert forward_backward(run, tied) == pytest.approx(of_none, nan_ok=True), "the same names"
 
 
-def one_token_rollout(run, prompt, tokens):
-    """A group of one-token completions of a prompt."""
-    ids = torch.tensor(tokens)[:, None]
-    ones = torch.ones_like(ids, dtype=torch.bool)
-    prompt_ids = torch.tensor([run.policy.tokenizer(prompt).input_ids])
-    prompt_mask = torch.ones_like(prompt_ids, dtype=torch.bool)
-    return Rollout(prompt_ids, prompt_mask, ids, ones, torch.zeros(ids.shape), ones[:, 0], [""] * len(ids))
-
-
 @pytest.mark.parametrize("distribution", [dict(top_k=50, top_p=0.9, temperature=0.8), dict(top_k=5, top_p=1.0, temperature=1.5),
                                           dict(top_k=0, top_p=0.6, temperature=1.0), dict(top_k=0, top_p=1.0, temperature=1.0)])
 def test_the_policy_gradient_is_the_enumerated_gradient_of_the_truncated_policy(base, distribution):
     """Every token, weighted by how often it is drawn, against the gradient of the expected reward itself."""
-    run = with_settings(base)
-    model, policy = run.policy.model, run.policy
-    prompt, vocabulary = "1+1=?", 263
+    policy, vocabulary = with_settings(base).policy, 263
     rewards = torch.randn(vocabulary)
-    logits = model(torch.tensor([policy.tokenizer(prompt).input_ids])).logits[0, -1] / distribution["temperature"]
-    weights = logits.detach().exp().tolist()
-    ranked = sorted(range(vocabulary), key=lambda v: -weights[v])[: distribution["top_k"] or vocabulary]
-    total, kept, before = sum(weights[v] for v in ranked), [], 0.0
-    for v in ranked:                                      # nucleus by hand: as long as the likelier ones hold less than top_p
-        if before / total < distribution["top_p"]:
-            kept.append(v)
-        before += weights[v]
-    expected_reward = (logits[kept].softmax(0) * rewards[kept]).sum()
-    model.zero_grad()
-    (-expected_reward).backward()
-    truth = torch.cat([p.grad.flatten() for p in model.parameters()]).double()
-
-    rollout = replace(one_token_rollout(run, prompt, kept), distribution=distribution)
-    model.zero_grad()
-    new, weights = policy.forward(rollout, torch.arange(len(kept))), torch.ones(len(kept), 1)
-    drawn = new.logp.detach().exp()
-    assert float(drawn.sum()) == pytest.approx(1, abs=1e-5)
-    weighted = drawn * rewards[kept][:, None]
-    policy_loss(new.logp, new.logp.detach(), weighted, rollout.completion_mask, weights)[0].backward()
-    ours = torch.cat([p.grad.flatten() for p in model.parameters()]).double()
-    assert len(kept) > 1 and differ(ours, truth) < 1e-5
-    if distribution["top_k"] or distribution["top_p"] < 1:            # and the distribution without the truncation has another one
-        model.zero_grad()
-        rollout = replace(rollout, distribution={"temperature": distribution["temperature"]})
-        full = policy.forward(rollout, torch.arange(len(kept)))
-        policy_loss(full.logp, full.logp.detach(), weighted, rollout.completion_mask, weights)[0].backward()
-        assert differ(torch.cat([p.grad.flatten() for p in model.parameters()]).double(), truth) > 1e-3
+    prompt = torch.tensor([policy.tokenizer("1+1=?").input_ids])
+    logits = policy.model(prompt).logits[0, -1]
+    kept = kept_by_hand(logits.tolist(), **distribution)
+    drawn = (logits[kept] / distribution["temperature"]).softmax(0)[:, None]
+    truth, drawn = gradient_of(policy, -(drawn * rewards[kept][:, None]).sum()), drawn.detach()
+    ids, mask = torch.tensor(kept)[:, None], torch.ones(len(kept), 1).bool()
+    for of_trainer, same in (distribution, True), ({"temperature": distribution["temperature"]}, len(kept) == vocabulary):
+        rollout = Rollout(prompt, prompt > -1, ids, mask, mask.float(), mask[:, 0], [""] * len(kept), of_trainer)
+        new = policy.forward(rollout, torch.arange(len(kept)))
+        assert torch.allclose(new.logp.exp(), drawn, atol=1e-5) == same
+        loss, _ = policy_loss(new.logp, new.logp.detach(), drawn * rewards[kept][:, None], mask, mask.float())
+        found = differ(gradient_of(policy, loss), truth)
+        assert len(kept) > 1 and (found < 1e-5 if same else found > 1e-3)
 
 
 # ---- the other terms -----------------------------------------------------------------------------------------------
@@ -205,14 +244,11 @@ def test_the_entropy_bonus_has_the_gradient_of_the_entropy(base):
     rollout = sample_groups(run, next(run.batches)).rollout
     experience = experience_of(run, rollout, torch.zeros(4, 4))          # all tied: nothing but the bonus is left
     ours, losses = gradient(run, experience)
-    run.policy.clear_gradient()
     total = 0.0
     for row in range(len(rollout.completion_ids)):
         logits, _ = logits_alone(run.policy.model, rollout, row)
         total = total - (logits.softmax(-1) * logits.log_softmax(-1)).sum()
-    (-0.5 * total / rollout.completion_mask.sum()).backward()
-    truth = torch.cat([p.grad.flatten() for p in run.policy.parameters]).double()
-    assert differ(ours, truth) < 1e-4
+    assert differ(ours, gradient_of(run.policy, -0.5 * total / rollout.completion_mask.sum())) < 1e-4
     assert losses["entropy"] == pytest.approx(total.item() / int(rollout.completion_mask.sum()), rel=1e-5)
 
 
@@ -234,13 +270,13 @@ def test_rows_that_are_not_trained_on_have_no_influence(base, terms, overlong):
     points[0], points[1, :2], points[3, 0] = 0.7, math.nan, math.nan             # a tied group; rows without a score
     untrained = points.flatten().isnan() | (~rollout.finished & (overlong == "mask"))
     others = torch.randint(3, 250, rollout.completion_ids.shape)
-    changed = replace(
+    other = replace(
         rollout, completion_ids=torch.where(untrained[:, None], others, rollout.completion_ids),
         completion_mask=rollout.completion_mask & (~untrained[:, None] | (torch.arange(rollout.completion_ids.shape[1]) < 5)),
         sampling_logp=torch.where(untrained[:, None], rollout.sampling_logp - 3.0, rollout.sampling_logp),
     )
     (first, whole, losses), (second, same, again) = (
-        (experience, *gradient(run, experience)) for experience in (experience_of(run, which, points) for which in (rollout, changed)))
+        (experience, *gradient(run, experience)) for experience in (experience_of(run, which, points) for which in (rollout, other)))
     assert untrained.sum() >= 3 and not second.mask[untrained].any() and whole.norm() > 0
     torch.testing.assert_close(first.advantages[~untrained], second.advantages[~untrained], atol=1e-5, rtol=1e-5)
     assert differ(same, whole) < 1e-5 and again == pytest.approx(losses, rel=1e-4, abs=1e-6)
@@ -268,23 +304,6 @@ def test_the_kl_is_that_of_the_policy_where_its_own_log_probabilities_were_compu
         torch.testing.assert_close(exact.advantages * weights, other.advantages, atol=1e-5, rtol=1e-5)
         kl = [made.metrics["kl"] if kl_in == "reward" else gradient(run, made)[1]["kl"] for made in (exact, other)]
         assert kl[0] == pytest.approx(kl[1], rel=1e-5) and kl[0] != 0
-
-
-def test_the_ratio_of_ratio_k3_is_capped_by_importance_cap(base):
-    run = with_settings(base, use_kl_penalty=True, kl_penalty_coef=0.3, importance_cap=2.0)
-    made = off_policy(run)
-    far = made.trainer_logp + torch.where(made.mask, torch.linspace(-2, 2, made.mask.shape[1]), 0.0)
-    ratio = (far - made.trainer_logp).exp().clamp(max=2.0)
-    x = made.reference_logp - far
-    assert (ratio[made.mask] == 2.0).any() and (ratio[made.mask] < 1).any()
-    kl = sampled_kl(far, made, run.config.grpo)
-    torch.testing.assert_close(kl[made.mask], (ratio * (x.exp() - x - 1))[made.mask], atol=1e-4, rtol=1e-4)
-    gradients = []
-    for cap in 0.0, 1.0:                                  # on policy, where rounding decides whether a ratio is above 1
-        logp = (made.trainer_logp + torch.where(made.mask, 1e-6, 0.0)).requires_grad_()
-        kl = sampled_kl(logp, made, replace(run.config.grpo, importance_cap=cap))
-        gradients.append(torch.autograd.grad(kl[made.mask].sum(), logp)[0])
-    torch.testing.assert_close(*gradients, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("settings", [{}, dict(use_kl_penalty=True), dict(use_value_head=True), dict(importance_cap=2.0),
@@ -332,7 +351,7 @@ def test_values_are_learned_where_no_advantage_is_left_too(base):
     error = (experience.old_values - experience.returns)[experience.mask]
     assert losses["value_loss"] == pytest.approx(float(0.5 * error.square().mean()), rel=1e-4)
     with torch.no_grad():
-        run.policy.value_head.layers[-1].bias += 0.5             # further than the clip of 0.2
+        run.policy.value_head.layers[-1].bias += 0.5      # further than the clip of 0.2
     _, losses = gradient(run, experience)
     far, near = (error + 0.5).square(), (error + 0.2).square()
     assert losses["value_loss"] == pytest.approx(float(0.5 * torch.maximum(far, near).mean()), rel=1e-3)
@@ -356,3 +375,39 @@ def test_the_reference_stays_follows_slowly_or_is_replaced(base, mode):
         for found, wanted in zip(kept, expected):
             torch.testing.assert_close(found, wanted, rtol=1e-5 if mode == "ema" else 0, atol=1e-7 if mode == "ema" else 0)
     assert all(p.grad is None for p in kept)
+
+
+@pytest.mark.parametrize("engine", ["plain", "shared"])
+def test_a_step_whose_gradient_or_loss_alone_is_not_finite_changes_nothing_and_is_counted(base, engine):
+    run = with_settings(base)
+    with_engine(run, engine, 2048)
+    run.progress.skipped = run.progress.skipped_in_a_row = 0
+    experience = off_policy(run)
+
+    def endless(new, batch):
+        terms, metrics = train.grpo_loss(run.config.grpo, new, batch)
+        return terms | {"endless_term": torch.tensor(math.inf)}, metrics
+
+    for number, broken in enumerate(["gradient", "loss", None], start=1):
+        before, step = [p.clone() for p in run.policy.parameters], run.progress.step
+        losses = forward_backward(run, experience, loss_fn=endless if broken == "loss" else None)
+        if broken == "gradient":
+            run.policy.parameters[0].grad[0, 0] = math.nan
+        norm = take_step(run, losses)["grad_norm"]
+        same = all(torch.equal(a, b) for a, b in zip(before, run.policy.parameters))
+        assert same == (broken is not None) and math.isfinite(norm) == (broken != "gradient")
+        skipped = run.progress.skipped, run.progress.skipped_in_a_row
+        assert run.progress.step == step + 1 and skipped == ((number, number) if broken else (2, 0))
+        assert run.policy.scheduler.last_epoch == (broken is None)
+        assert all(p.grad is None for p in run.policy.parameters)
+
+
+@pytest.mark.parametrize("engine,precision,tolerance", [
+    ("plain", "float32", 0.01), ("plain", "bfloat16", 0.1), ("shared", "float32", 0.01), ("vllm", "float32", 0.03), ("vllm", "bfloat16", 0.3)])
+def test_first_ratios_may_differ_from_1_by_so_much(model, monkeypatch, engine, precision, tolerance):
+    monkeypatch.setattr("engine.vllm_engine.VLLM", lambda policy: "a sampler")
+    policy = make_engine(engine, with_precision(model, precision), None)
+    for factor, wrong in (0.99, False), (1.01, True), (math.nan, False):
+        for metrics in {"ratio_deviation": tolerance * factor}, {"ratio_deviation": 9.0, "sampler_deviation": tolerance * factor}:
+            with pytest.raises(RatioError, match="first ratios must be 1") if wrong else nullcontext():
+                policy.require_ratios_of_1(metrics)
