@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -55,11 +56,11 @@ def on_both(model) -> list:
     return [model, move(copy.deepcopy(model), DEVICE)]
 
 
-@pytest.mark.parametrize("policy", [dict(), dict(temperature=0.8, top_k=50, top_p=0.9)], ids=["everything", "restricted"])
-def test_log_probabilities_and_gradients_are_those_of_plain_torch(architecture, tokenizer, settings, policy):
+@pytest.mark.parametrize("distribution", [dict(), dict(temperature=0.8, top_k=50, top_p=0.9)], ids=["everything", "restricted"])
+def test_log_probabilities_and_gradients_are_those_of_plain_torch(architecture, tokenizer, settings, distribution):
     """With entropy, exact KL and values, over several groups and rows out of order."""
     _, model = architecture
-    rollout = make_engine("shared", model, tokenizer).sample(PROMPTS, settings, seeds=0)
+    rollout = replace(make_engine("shared", model, tokenizer).sample(PROMPTS, settings, seeds=0), distribution=distribution)
     rows = torch.tensor([0, 9, 3, 4, 5, 15, 14])
     reference = copy.deepcopy(model)
     with torch.no_grad():
@@ -71,7 +72,9 @@ def test_log_probabilities_and_gradients_are_those_of_plain_torch(architecture, 
     torch.nn.init.normal_(head.layers[-1].weight)
     found = []
     for here, other, value_head in zip(on_both(model), on_both(reference), [head, copy.deepcopy(head).to(DEVICE)], strict=True):
-        new = make_engine("shared", here, tokenizer).log_probs(rollout, rows, policy, reference=other, value_head=value_head)
+        policy = make_engine("shared", here, tokenizer)
+        policy.value_head = value_head
+        new = policy.forward(rollout, rows, policy.like(other))
         parts = torch.stack([new.logp, new.entropy, new.kl, new.values])
         assert parts.device == CPU
         (parts * slopes).sum().backward()
@@ -95,8 +98,7 @@ def test_sampler_and_trainer_agree_with_each_other_and_with_plain_torch(architec
     rollout = judges[1].sample(PROMPTS[:3], config, seeds=3)
     assert len(set(rollout.completion_mask.sum(dim=1).tolist())) > 3
     for judge in judges:
-        trained = judge.log_probs(rollout, None, {})
-        assert (rollout.sampling_logp - trained.logp.detach()).abs().max() < 1e-4
+        assert (rollout.sampling_logp - judge.log_probs(rollout).logp).abs().max() < 1e-4
     assert not fallbacks()
 
 
@@ -115,8 +117,8 @@ def test_no_program_is_compiled_twice(tmp_path, monkeypatch):
         tmp_path, "--use_grpo", "--use_kl_penalty", "--cold_start_steps", "0", "--generation_max_length", "14",
         "--reward_functions", length_reward(tmp_path), "--reward_weights", "1", "--learning_rate", "4e-4",
     )
-    assert run.device == DEVICE
-    run.model.generation_config.eos_token_id = EARLY
+    assert run.policy.device == DEVICE
+    run.policy.model.generation_config.eos_token_id = EARLY
     counts, shapes = [], set()
     for _ in range(9):
         _, experience = train.grpo_training_step(run, next(run.batches))
@@ -168,19 +170,11 @@ import json, sys
 import torch_xla
 import train
 from runs.command_line import parse_config
-from runs.run import Run
 
-optimizers, begin_phase = [], Run.begin_phase
-
-def remember(run, phase):
-    begin_phase(run, phase)
-    optimizers.append(run.optimizer)
-
-Run.begin_phase = remember
 run = train.set_up(parse_config(sys.argv[1:]))
-train.learn(run)
-for parameter in run.model.parameters():
-    pair = parameter, optimizers[-1].state[parameter]["exp_avg"]
+train.training_loop(run)
+for parameter in run.policy.model.parameters():
+    pair = parameter, run.policy.optimizer.state[parameter]["exp_avg"]
     print("SPEC", json.dumps([list(parameter.shape), *map(torch_xla._XLAC._get_xla_sharding_spec, pair)]))
 """
 

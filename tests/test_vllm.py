@@ -25,12 +25,12 @@ from config import GRPOConfig, ModelConfig
 from data import encode_prompt
 from engine import make_engine, vllm_engine
 from engine.adapters import add_adapter, trainable_parameters
-from engine.errors import RunError
-from engine.ranks import Ranks
-from engine.vllm_engine import VLLM
-from experience import compare_with_sampler, log_probs_of_rollout
 from engine.models import load_any_policy
+from engine.shared import Shared
+from engine.vllm_engine import VLLM
+from experience import add_trainer_logp, demonstrations_as_experience
 from model import byte_tokenizer
+from policy import RatioError
 from runs.command_line import parse_config
 from runs.folder import read_jsonl
 
@@ -64,18 +64,20 @@ def tokenizer():
     return byte_tokenizer()
 
 
-def engine_of(model, tokenizer, earlier=[]) -> VLLM:      # noqa: B006
-    """An engine in place of the one before, which would end groups of the new one when it is freed."""
+def policy_of(model, tokenizer, earlier=[]) -> Shared:    # noqa: B006
+    """A policy whose vLLM takes the place of the one before, which would end groups of the new one when it is freed."""
     while earlier:
         earlier.pop().llm.llm_engine.engine_core.shutdown()
-    earlier.append(VLLM(make_engine("shared", model, tokenizer), max_length=256, memory=0.3))
-    return earlier[0]
+    policy = make_engine("shared", model, tokenizer)
+    policy.sampler = VLLM(policy, max_length=256, memory=0.3)
+    earlier.append(policy.sampler)
+    return policy
 
 
 @pytest.fixture(scope="module")
 def tiny(tokenizer):
     torch.manual_seed(0)
-    return engine_of(load_any_policy(ModelConfig())[0], tokenizer)
+    return policy_of(load_any_policy(ModelConfig())[0], tokenizer)
 
 
 def update(model, steps: int) -> None:
@@ -88,15 +90,15 @@ def update(model, steps: int) -> None:
         optimizer.zero_grad()
 
 
-def sample(engine, **options):
-    config = GRPOConfig(engine="vllm", **{"generation_max_length": 32} | options)
-    with engine.sampling():
-        return engine.sample(PROMPTS, config, seeds=3), config
+def sample(policy, **options):
+    with policy.sampling():
+        return policy.sample(PROMPTS, GRPOConfig(engine="vllm", **{"generation_max_length": 32} | options), seeds=3)
 
 
-def deviation(engine, rollout, config) -> float:
-    logp = log_probs_of_rollout(engine, Ranks(), rollout, config.distribution).logp
-    return compare_with_sampler(logp, rollout)["sampler_deviation"]
+def deviation(policy, rollout) -> float:
+    experience = demonstrations_as_experience([], rollout)
+    add_trainer_logp(experience, policy)
+    return experience.metrics["sampler_deviation"]
 
 
 @pytest.mark.parametrize("name,adapter", [*((name, False) for name in ARCHITECTURES), ("gemma3", True), ("llama", True)])
@@ -105,12 +107,12 @@ def test_engine_and_trainer_agree_before_and_after_ten_updates(name, adapter, to
     model = ARCHITECTURES[name]().eval()
     if adapter:
         add_adapter(model, ModelConfig(lora_rank=4), False)
-    engine = engine_of(model, tokenizer)
-    before, config = sample(engine)
+    policy = policy_of(model, tokenizer)
+    before = sample(policy)
     update(model, 10)
-    after, _ = sample(engine)
-    assert deviation(engine, before, config) > engine.ratio_tolerance, "the updates must be large enough to be seen"
-    assert deviation(engine, after, config) < 1e-5
+    after = sample(policy)
+    assert deviation(policy, before) > policy.ratio_tolerance, "the updates must be large enough to be seen"
+    assert deviation(policy, after) < 1e-5
 
 
 def test_a_mixture_of_experts_is_refused_where_vllm_cannot_take_its_weights(tokenizer):
@@ -118,16 +120,15 @@ def test_a_mixture_of_experts_is_refused_where_vllm_cannot_take_its_weights(toke
     torch.manual_seed(0)
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(
         **SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, decoder_sparse_step=1)).eval()
-    engine = engine_of(model, tokenizer)
-    rollout, config = sample(engine)
-    with pytest.raises(RunError, match="first ratios must be 1"):
-        engine.require_ratios_of_1(deviation(engine, rollout, config))
+    policy = policy_of(model, tokenizer)
+    with pytest.raises(RatioError, match="first ratios must be 1"):
+        policy.require_ratios_of_1({"sampler_deviation": deviation(policy, sample(policy))})
 
 
 def test_rollouts_are_as_documented(tiny, tokenizer):
     tiny.model.generation_config.eos_token_id = list(range(1, 80))    # several stop ids, so that most completions end
     try:
-        rollout, config = sample(tiny, generation_temperature=1.0, generation_top_p=1.0, generation_top_k=0)
+        rollout = sample(tiny, generation_temperature=1.0, generation_top_p=1.0, generation_top_k=0)
     finally:
         tiny.model.generation_config.eos_token_id = 1
     assert rollout.completion_ids.shape == rollout.completion_mask.shape == rollout.sampling_logp.shape == (12, rollout.completion_ids.shape[1])
@@ -141,7 +142,7 @@ def test_rollouts_are_as_documented(tiny, tokenizer):
         assert not stops & set(ids[: length - 1]) and (finished or length == 32)
     assert rollout.finished.sum() > 0
     assert rollout.prompt_ids[0][rollout.prompt_mask[0]].tolist() == encode_prompt(tokenizer, PROMPTS[0])
-    assert deviation(tiny, rollout, config) < 1e-5
+    assert deviation(tiny, rollout) < 1e-5
 
 
 @pytest.mark.parametrize("left_out", ["model.layers.2.mlp.down_proj.weight", "lm_head.weight"])
@@ -150,7 +151,7 @@ def test_a_weight_that_is_not_sent_ends_the_run_in_the_first_step(tmp_path, monk
     whole = vllm_engine.checkpoint_weights
     monkeypatch.setattr(vllm_engine, "checkpoint_weights", lambda *args, **options: (
         pair for pair in whole(*args, **options) if pair[0] != left_out))
-    with pytest.raises(RunError, match=r"^first ratios must be 1, but differ from it by .* than the trainer; see docs/troubleshooting\.md\.$"):
+    with pytest.raises(RatioError, match=r"^first ratios must be 1, but differ from it by .* than the trainer; see docs/troubleshooting\.md\.$"):
         train.train(parse_config([*RUN, "--output_dir", str(tmp_path / "run")]))
     assert [line["phase"] for line in read_jsonl(tmp_path / "run/metrics.jsonl")] == ["eval"]
 
@@ -158,7 +159,7 @@ def test_a_weight_that_is_not_sent_ends_the_run_in_the_first_step(tmp_path, monk
 def test_a_base_model_that_is_sampled_although_an_adapter_trains_ends_the_run(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(vllm_engine, "adapted_weights", lambda model: {})
     flags = ["--lora_rank", "4", "--cold_start_steps", "2", "--cold_start_learning_rate", "1e-2", "--output_dir", str(tmp_path / "run")]
-    with pytest.raises(RunError, match="first ratios must be 1, but differ from it by"):
+    with pytest.raises(RatioError, match="first ratios must be 1, but differ from it by"):
         train.train(parse_config([*RUN, *flags]))
     printed = " ".join(capsys.readouterr().out.split())
     assert "saved to" in printed and "--resume" in printed

@@ -21,7 +21,7 @@ from environments.conversations import (
 )
 from environments.loading import load_environment
 from environments.messages import encode_turns, encode_reply
-from grpo import policy_loss
+from grpo import policy_loss, token_weights
 from model import byte_tokenizer
 from reward_functions import environment
 from rewards import correctness
@@ -44,7 +44,8 @@ def sample_conversations(model, tokenizer, config, prompts=None, respond=reply_t
     """A rollout of conversations. A third of the vocabulary ends a turn, so that turns are short."""
     model.generation_config.eos_token_id = list(range(1, 90))
     examples = [{"prompt": prompt} for prompt in (PROMPTS + CHATS if prompts is None else prompts)]
-    return sample_with_environment(make_engine(engine, model, tokenizer), respond, examples, config, seed=3)
+    seeds = [(3, p) for p in range(len(examples))]
+    return sample_with_environment(make_engine(engine, model, tokenizer), respond, examples, config, seeds)
 
 
 def test_sampler_and_trainer_agree_over_whole_conversations(architecture, tokenizer, settings):
@@ -57,7 +58,7 @@ def test_sampler_and_trainer_agree_over_whole_conversations(architecture, tokeni
             holes &= ~rollout.completion_mask
             assert describe_conversations(rollout)["turns"] > 1.5 and holes.sum() > 50, "there is something to get wrong"
             assert not rollout.sampling_logp[holes].any()
-            trained = shared.log_probs(rollout, None, config.distribution)
+            trained = shared.log_probs(rollout)
             assert (rollout.sampling_logp - trained.logp).abs().max() < 1e-4
             assert not trained.logp[holes].any() and not trained.entropy[holes].any()
 
@@ -71,12 +72,10 @@ def test_packed_and_plain_rows_and_any_split_give_the_same_gradient(architecture
         model.zero_grad()
         engine = make_engine(name, model, tokenizer)
         advantages = torch.randn(len(everything), generator=torch.Generator().manual_seed(0))
+        weights = token_weights(rollout.completion_mask)
         for rows in batches:
-            new = engine.log_probs(rollout, rows, settings.distribution)
-            mask = rollout.completion_mask[rows]
-            num_tokens = int(rollout.completion_mask.sum())
-            loss, _ = policy_loss(new.logp, rollout.sampling_logp[rows], advantages[rows], mask, num_tokens=num_tokens)
-            loss.backward()
+            new, mask = engine.forward(rollout, rows), rollout.completion_mask[rows]
+            policy_loss(new.logp, rollout.sampling_logp[rows], advantages[rows], mask, weights[rows])[0].backward()
         return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
     plain = gradient([everything], "plain")
@@ -93,14 +92,15 @@ def test_the_same_conversation_alone_in_a_batch_from_a_queue_and_looked_at_seldo
     together = sample_conversations(model, tokenizer, settings)
     assert len({len(messages) for messages in together.completions}) > 2
     for p, prompt in enumerate(PROMPTS[:3]):
-        alone = sample_conversations(model, tokenizer, settings, [prompt])
+        alone = sample_with_environment(
+            make_engine("shared", model, tokenizer), reply_to_everything, [{"prompt": prompt}], settings, [(3, p)])
         assert alone.completions == together.completions[4 * p : 4 * p + 4]
     assert same(sample_conversations(model, tokenizer, replace(settings, generation_batch_size=4)), together)
     monkeypatch.setitem(sampler.TOKENS_BETWEEN_CHECKS, "cpu", 8)                    # as on a GPU
     for engine in "shared", "plain":
         seldom = sample_conversations(model, tokenizer, settings, engine=engine)
         assert same(seldom, together)
-        trained = make_engine("shared", model, tokenizer).log_probs(seldom, None, settings.distribution)
+        trained = make_engine("shared", model, tokenizer).log_probs(seldom)
         assert (seldom.sampling_logp - trained.logp).abs().max() < 1e-4
 
 

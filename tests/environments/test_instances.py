@@ -12,19 +12,19 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import PROMPTS
-from wrapped_rewards import call_and_score
 
 import environments.instances
 import environments.tools
 from data import encode_prompt
 from engine import make_engine
 from engine.errors import RunError
-from environments.conversations import sample_with_environment, start_conversations
-from environments import OPEN, closing_environments
-from environments.instances import tools_of
+from engine.shared import Shared
+from environments.conversations import Conversations, sample_with_environment
+from environments.instances import close_all, tools_of
 from environments.loading import load_environment, refuse_missing_columns
 from environments.tools import run_call
 from reward_functions import environment
+from runs.groups import score
 from scripted_turns import run_scripted_turns
 
 CALL = '<tool_call>{"name": "%s", "arguments": %s}</tool_call>'
@@ -87,15 +87,15 @@ def read_reward(environments, **kwargs):
     return [each.reward for each in environments]
 
 
-@pytest.fixture(autouse=True)
-def no_instance_is_left():
-    with closing_environments():
-        yield
-    assert OPEN == []
+def start(tokenizer, settings, cls, example):
+    """Begin a conversation with an instance."""
+    conversations = Conversations(tokenizer, load_environment(cls), [{"prompt": "p "} | example], settings, [1], [(0, 0)])
+    conversations.restart()
+    return conversations.each[0]
 
 
 def play(tokenizer, settings, cls, example, *turns):
-    (conversation,) = start_conversations(tokenizer, load_environment(cls), [{"prompt": "p "} | example], settings, [1])
+    conversation = start(tokenizer, settings, cls, example)
     return conversation, *run_scripted_turns(conversation, list(turns))
 
 
@@ -115,11 +115,15 @@ def test_an_environment_of_trl_whose_reward_the_trainer_reads(tokenizer, setting
     assert [tool.__name__ for tool in tools_of(Parrot)] == ["echo"], "neither reset, get_reward nor close"
 
 
-def sample(model, tokenizer, config, cls, seed=3):
+ROWS = [{"prompt": prompt, "word": "w"} for prompt in PROMPTS[:2]]
+
+
+def sample(model, tokenizer, config, cls, seed=3, notify=None):
     """A rollout in which every turn of the random model is a call of the only tool."""
     model.generation_config.eos_token_id = list(range(1, 90))
-    rows = [{"prompt": prompt, "word": "w"} for prompt in PROMPTS[:2]]
-    return sample_with_environment(make_engine("shared", model, tokenizer), cls, rows, config, seed=seed, num_completions=4)
+    policy = make_engine("shared", model, tokenizer)
+    policy.on_less_memory = notify
+    return sample_with_environment(policy, cls, ROWS, config, [(seed, p) for p in range(2)], num_completions=4)
 
 
 @pytest.fixture
@@ -149,14 +153,50 @@ def test_a_group_has_one_beginning_and_a_seed_gives_it_again(model, tokenizer, s
 
 
 def test_reward_functions_read_instances_before_they_are_closed(model, tokenizer, settings):
-    with closing_environments():
-        rollout = sample(model, tokenizer, settings, Parrot)
-        assert not any(hasattr(each, "closed") for each in rollout.environments)
-        examples = [{"prompt": prompt} for prompt in PROMPTS[:2]]
-        total, points = call_and_score([environment, read_reward], [1.0, 1.0], rollout, examples)
-        torch.testing.assert_close(points["environment"], points["read_reward"], atol=1e-6, rtol=0.0)
-        assert len(set(total.flatten().tolist())) > 2
-    assert all(each.closed for each in rollout.environments)
+    rollout, other = (sample(model, tokenizer, settings, Parrot) for _ in range(2))
+    assert not any(hasattr(each, "closed") for each in rollout.environments)
+    groups = score(rollout, ROWS, [environment, read_reward], [1.0, 1.0], settings)
+    torch.testing.assert_close(groups.per_function["environment"], groups.per_function["read_reward"], atol=1e-6, rtol=0.0)
+    assert len(set(groups.scores.flatten().tolist())) > 2 and groups.rollout.environments is None
+    with pytest.raises(RunError):
+        score(other, ROWS, [lambda completions: 1 / 0], [1.0], settings)
+    assert all(each.closed for each in rollout.environments + other.environments)
+
+
+def test_when_memory_runs_out_instances_are_closed_and_begun_again(model, tokenizer, settings, monkeypatch):
+    made, seen, real = [], [], Shared.sample_batches
+    expected = sample(model, tokenizer, settings, Parrot)
+
+    class Numbered(Parrot):
+        """Every group is told another number."""
+
+        def __init__(self):
+            super().__init__()
+            made.append(self)
+
+        def reset(self, **columns):
+            super().reset("w")
+            self.text = f" {(len(made) - 1) // 4}" if numbered else None
+            return self.text
+
+    def short_of_memory(policy, prompts, config, *args, **options):
+        rollout = real(policy, prompts, config, *args, **options)
+        if config.generation_batch_size > 4:
+            raise MemoryError("out of memory")
+        return rollout
+
+    monkeypatch.setattr(Shared, "sample_batches", short_of_memory)
+    for numbered in False, True:
+        made.clear()
+        rollout = sample(model, tokenizer, settings, Numbered, notify=lambda *change: seen.append(change))
+        assert len(made) == 16 and rollout.environments == made[8:]
+        assert all(each.closed for each in made[:8]) and not any(hasattr(each, "closed") for each in made[8:])
+        if numbered:
+            texts = [tokenizer.decode(ids[mask]) for ids, mask in zip(rollout.prompt_ids, rollout.prompt_mask)]
+            assert [text[-2:] for text in texts] == [made[8].text, made[12].text] and len({each.text for each in made}) == 4
+        else:
+            assert rollout.completions == expected.completions and torch.equal(rollout.turn_points, expected.turn_points)
+    assert seen == [("generation_batch_size", 8, 4, "out of memory")] * 2
 
 
 def never():
@@ -217,14 +257,14 @@ def test_a_bad_environment_costs_its_own_conversation(model, tokenizer, settings
     cls, message = BAD[name]
     Quiet.born, Quiet.closed, start = 0, 0, time.monotonic()
     config = replace(settings, reward_timeout=0.3, reward_errors=errors)
-    with closing_environments():
-        if errors == "raise" and message:
-            with pytest.raises(RunError, match=message) as error:
-                sample(model, tokenizer, config, cls)
-            assert len(str(error.value).splitlines()) == 1
-        else:
-            rollout = sample(model, tokenizer, config, cls)
-            assert rollout.turn_points.isnan().any(dim=1).nonzero().flatten().tolist() == [3] * bool(message)
+    if errors == "raise" and message:
+        with pytest.raises(RunError, match=message) as error:
+            sample(model, tokenizer, config, cls)
+        assert len(str(error.value).splitlines()) == 1
+    else:
+        rollout = sample(model, tokenizer, config, cls)
+        assert rollout.turn_points.isnan().any(dim=1).nonzero().flatten().tolist() == [3] * bool(message)
+        close_all(rollout.environments, config.reward_timeout)
     assert time.monotonic() - start < 10
     assert Quiet.closed == 8 - (cls.place == "init"), "each that was made is closed, once"
 
@@ -245,7 +285,7 @@ def test_a_class_that_cannot_be_an_environment_is_one_line_at_the_start(members,
 def test_different_beginnings_of_a_group_end_the_run(model, tokenizer, settings):
     numbers, Quiet.closed = itertools.count(), 0
     cls = bad("x", None, reset=lambda self, **columns: f"{next(numbers)}")
-    with pytest.raises(RunError, match=r"reset returned '.*' and '.*' for one prompt; let them depend on columns"), closing_environments():
+    with pytest.raises(RunError, match=r"reset returned '.*' and '.*' for one prompt; let them depend on columns"):
         sample(model, tokenizer, replace(settings, reward_errors="none"), cls)
     assert Quiet.closed == 4
 
@@ -255,8 +295,8 @@ def test_instances_are_closed_after_ctrl_c_and_a_crash(model, tokenizer, setting
         Quiet.closed = 0
         engine = make_engine("plain", model, tokenizer)
         engine.sample = lambda *_, error=error, **__: throw(error())
-        with pytest.raises(error), closing_environments():
-            sample_with_environment(engine, bad("x", None), [{"prompt": "p"}], settings, seed=0, num_completions=4)
+        with pytest.raises(error):
+            sample_with_environment(engine, bad("x", None), [{"prompt": "p"}], settings, [(0, 0)], num_completions=4)
         assert Quiet.closed == 4
 
 
@@ -264,6 +304,6 @@ def test_what_reset_returns_has_a_place_in_every_form_of_prompt(tokenizer, setti
     cls = bad("x", None, reset=lambda self, **columns: " It is dark.")
     chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "Go."}]
     for prompt in "Go.", chat:
-        (conversation,) = start_conversations(tokenizer, cls, [{"prompt": prompt}], settings, [1])
-        assert tokenizer.decode(encode_prompt(tokenizer, conversation.prompt)).rstrip().removesuffix("assistant:").endswith("Go. It is dark." + "\n" * (prompt is chat))
+        prompt_ids = encode_prompt(tokenizer, start(tokenizer, settings, cls, {"prompt": prompt}).prompt)
+        assert tokenizer.decode(prompt_ids).rstrip().removesuffix("assistant:").endswith("Go. It is dark." + "\n" * (prompt is chat))
     assert chat[-1]["content"] == "Go."
