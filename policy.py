@@ -42,6 +42,7 @@ class Policy:
         self.model, self.tokenizer, self.max_tokens = model, tokenizer, max_tokens
         self.optimizer = self.scheduler = self.value_head = None
         self.losses: list[float] = []                     # of the batches since the last step
+        self.num_steps = 0                                # of the optimiser, one that has not ended included
 
     def train_with(self, optimizer, scheduler, value_head=None) -> None:
         """Set the objects of a training phase. value_head: a module, hidden states (N, H) -> values (N,)."""
@@ -109,6 +110,7 @@ class Policy:
         norm = self.clip_gradient(max_grad_norm)
         skipped = not (math.isfinite(norm) and math.isfinite(sum(self.losses)))
         if not skipped:
+            self.num_steps += 1
             self.optimizer.step()
             self.scheduler.step()
         self.clear_gradient()

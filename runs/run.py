@@ -186,13 +186,13 @@ class Run:
         processes after errors that not all of them raise. The global random generators, which reward
         functions may use, are seeded by the step, so that a repeat draws the same numbers.
         """
-        position, before = self.batches.position, replace(self.progress)
+        position, before, begun = self.batches.position, replace(self.progress), self.policy.num_steps
         seed_generators(f"{self.config.training.seed} {self.progress.step} {self.folder.ranks.rank}")
         try:
             yield
         except Exception as error:
             on_all_ranks = num_processes() == 1 or isinstance(error, RAISED_BY_ALL)
-            if on_all_ranks and self.progress.step == before.step:
+            if on_all_ranks and self.progress.step == before.step and self.policy.num_steps == begun:
                 self.batches.position, self.progress = position, before
                 try:
                     self.save_checkpoint(notify=True)

@@ -84,7 +84,7 @@ def test_a_run_of_the_built_in_model_with_an_adapter_can_be_moved(tmp_path):
     # Between gradient and update, when scores, prompts and random numbers of the step were recorded and drawn.
     ("engine.device_policy.sum_and_clip_gradient", torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), 2, 0),
     exhaustive("engine.device_policy.sum_and_clip_gradient", AssertionError("a bug"), 2, 0),
-    ("runs.run.Run.write_step", OSError("no such console"), 3, 0),                 # after the update
+    ("runs.run.write_step", OSError("no such console"), 3, 0),                 # after the update
     ("torch.optim.AdamW.step", torch.OutOfMemoryError("CUDA out of memory."), 2, 2),               # in it: the last checkpoint
 ])
 def test_any_error_in_a_step_saves_first_and_no_step_is_lost_or_counted_twice(
