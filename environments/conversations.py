@@ -82,7 +82,8 @@ class Conversations:
         rows = [example for example in self.examples for _ in range(self.group_size)]
         if inspect.isclass(self.environment):
             responds = self.instances = [Instance(example, self.config.reward_timeout) for example in rows]
-            self.prompts = [self.start_group(p) for p in range(len(self.examples))]
+            # In place: a repeat of sampling takes them from the same list.
+            self.prompts[:] = [self.start_group(p) for p in range(len(self.examples))]
         else:
             responds = responders(self.environment, rows)
         self.each = [

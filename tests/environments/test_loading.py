@@ -34,7 +34,8 @@ def test_an_environment_gets_the_columns_it_asks_for():
     ("--environment calculater --max_turns 2", "--environment calculater: unknown.*calculator"),
     ("--environment {dir}/mine.py:bare --max_turns 2", "must take the conversation"),
     ("--environment {dir}/mine.py:needy --max_turns 2", "--environment=.*needs the column level"),
-    ("--environment {dir}/mine.py:broken --max_turns 2", "raised ZeroDivisionError"),
+    ("--environment {dir}/mine.py:broken --max_turns 2 --generation_max_length 300 --generation_top_k 0 --generation_top_p 1",
+     "raised ZeroDivisionError"),
 ])
 def test_mistakes_are_one_line_before_the_first_step(tmp_path, capsys, flags, message):
     (tmp_path / "mine.py").write_text(
