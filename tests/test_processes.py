@@ -7,17 +7,30 @@ import shutil
 import subprocess
 import sys
 import warnings
+from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 
 import train
-from conftest import QUICK, WITH_TOWERS, exhaustive, length_reward, peaked_reward
+from conftest import (
+    ARCHITECTURES, PROMPTS, QUICK, WITH_TOWERS, exhaustive, length_reward, made_up_rollout, peaked_reward,
+)
 from forked import Program, Ranks
 from safetensors.torch import load_file
 
-from engine.models import save_any_policy
+from config import GRPOConfig
+from engine.device_policy import DevicePolicy
+from engine.devices import best_device, is_main, num_processes, shutdown
+from engine.models import make_reference, save_any_policy
+from engine.shared import Shared
+from engine.sharding import full_tensor, shard
+from experience import demonstrations_as_experience
+from grpo import weighted_loss
+from model import ValueHead, byte_tokenizer
+from sample import Rollout, concatenate
 from runs.checkpoint import latest_checkpoint
 from runs.folder import read_jsonl
 
@@ -79,6 +92,67 @@ def assert_same_run(one: Path, many: Path, tolerance: float = 1e-5):
             # AdamW makes of a gradient that is 0 but for rounding a step of up to the learning rate, 1e-6 here.
             rounding = tolerance * tensor.norm() + 0.1 * 1e-6 * tensor.numel() ** 0.5
             assert (tensor - others[file][name]).norm() <= rounding, name
+
+
+@dataclass
+class Noted(Rollout):
+    """A rollout with fields that the program does not know."""
+
+    doubled: torch.Tensor | None = None                   # (B, T)
+    notes: list = field(default_factory=list)             # B
+    lengths: dict = field(default_factory=dict)           # name -> (P,)
+
+
+def four_terms(new, batch):
+    terms = {"nll": -new.logp, "kl": new.kl, "entropy": new.entropy, "values": new.values**2}
+    return {name: weighted_loss(x, batch.weights) for name, x in terms.items()}, {"p": new.logp.exp(), "tokens": batch.mask.sum().float()}
+
+
+def results() -> dict:
+    """What the verbs give for passes that two processes cannot share equally, and for one pass. Called in each process, or alone."""
+    best_device("cpu")
+    found, rollout = {}, made_up_rollout([9, 5, 7], [5, 1, 9, 4, 12, 3])
+    for make, is_sharded in product((DevicePolicy, Shared), (False, True)):
+        torch.manual_seed(0)
+        model, head = ARCHITECTURES["gemma3"]().eval(), ValueHead(32)
+        torch.nn.init.normal_(head.layers[-1].weight)
+        if is_sharded:
+            shard(model, {"replicate": 1, "fsdp": num_processes(), "tp": 1})
+        policy = make(model, byte_tokenizer(), max_tokens=25)
+        policy.train_with(torch.optim.SGD([*model.parameters(), *head.parameters()]), None, head)
+        reference = policy.like(make_reference(model))
+        with torch.no_grad():
+            for weight in reference.model.parameters():
+                weight.mul_(0.9)
+
+        def of_slice(numbers, seeds, policy=policy):
+            sampled = policy.sample([PROMPTS[n] for n in numbers], GRPOConfig(generation_max_length=12), seeds)
+            lengths = sampled.prompt_mask.sum(dim=1)
+            return Noted(**vars(sampled), doubled=2 * sampled.sampling_logp, notes=[*sampled.completions], lengths={"prompt": lengths})
+
+        gathered = concatenate(policy.distribute(of_slice, [0, 1, 2], [(0, n) for n in range(3)]))
+        assert torch.equal(gathered.doubled, 2 * gathered.sampling_logp) and gathered.notes == gathered.completions
+        name = f"{make.__name__}, {is_sharded=}"
+        found[name] = [gathered.completion_ids, gathered.sampling_logp, gathered.lengths]
+        for rows in torch.arange(6), torch.tensor([3]):
+            assert len(policy.split(rollout, rows)) % 2 == 1
+            logp = policy.log_probs(rollout, rows, reference=reference).computed()
+            losses = policy.forward_backward(
+                demonstrations_as_experience([], rollout).batch(rows), four_terms, reference=reference)
+            norm = policy.clip_gradient(math.inf)
+            gradient = full_tensor([p.grad for p in policy.parameters])
+            found[f"{name}, {len(rows)} rows"] = [logp, losses, norm, gradient]
+            policy.clear_gradient()
+    return found
+
+
+def test_the_verbs_give_in_two_processes_what_they_give_in_one(tmp_path):
+    done = Ranks(2, __file__, tmp_path / "results.pt").wait(240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found, expected = torch.load(tmp_path / "results.pt"), results()
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        torch.testing.assert_close(found[name], values, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
 
 
 EVERYTHING = (
@@ -187,3 +261,10 @@ def test_ranks_with_other_settings_end_with_one_line_that_names_the_first(tmp_pa
     done = Ranks(2, tmp_path / "other.py", *flags).wait(240)
     assert done.returncode == 1 and done.stderr.count("train.py: ") == 1
     assert "train.py: seed is 0 on rank 0 and 1 on rank 1: start all ranks with" in done.stderr
+
+
+if __name__ == "__main__":
+    found = results()
+    if is_main():
+        torch.save(found, sys.argv[1])
+    shutdown()
