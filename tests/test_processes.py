@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import warnings
-from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from conftest import (
 )
 from forked import Program, Ranks
 from safetensors.torch import load_file
+from test_sample import Traced
 
 from config import GRPOConfig
 from engine.device_policy import DevicePolicy
@@ -30,9 +30,9 @@ from engine.sharding import full_tensor, shard
 from experience import demonstrations_as_experience
 from grpo import weighted_loss
 from model import ValueHead, byte_tokenizer
-from sample import Rollout, concatenate
 from runs.checkpoint import latest_checkpoint
 from runs.folder import read_jsonl
+from sample import concatenate
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.slow
@@ -94,15 +94,6 @@ def assert_same_run(one: Path, many: Path, tolerance: float = 1e-5):
             assert (tensor - others[file][name]).norm() <= rounding, name
 
 
-@dataclass
-class Noted(Rollout):
-    """A rollout with fields that the program does not know."""
-
-    doubled: torch.Tensor | None = None                   # (B, T)
-    notes: list = field(default_factory=list)             # B
-    lengths: dict = field(default_factory=dict)           # name -> (P,)
-
-
 def four_terms(new, batch):
     terms = {"nll": -new.logp, "kl": new.kl, "entropy": new.entropy, "values": new.values**2}
     return {name: weighted_loss(x, batch.weights) for name, x in terms.items()}, {"p": new.logp.exp(), "tokens": batch.mask.sum().float()}
@@ -126,14 +117,14 @@ def results() -> dict:
                 weight.mul_(0.9)
 
         def of_slice(numbers, seeds, policy=policy):
-            sampled = policy.sample([PROMPTS[n] for n in numbers], GRPOConfig(generation_max_length=12), seeds)
-            lengths = sampled.prompt_mask.sum(dim=1)
-            return Noted(**vars(sampled), doubled=2 * sampled.sampling_logp, notes=[*sampled.completions], lengths={"prompt": lengths})
+            rollout = policy.sample([PROMPTS[n] for n in numbers], GRPOConfig(generation_max_length=12), seeds)
+            levels = {"length": rollout.prompt_mask.sum(dim=1)}
+            return Traced(**vars(rollout), hidden=2 * rollout.sampling_logp, notes=rollout.completions, levels=levels)
 
         gathered = concatenate(policy.distribute(of_slice, [0, 1, 2], [(0, n) for n in range(3)]))
-        assert torch.equal(gathered.doubled, 2 * gathered.sampling_logp) and gathered.notes == gathered.completions
+        assert torch.equal(gathered.hidden, 2 * gathered.sampling_logp) and gathered.notes == gathered.completions
         name = f"{make.__name__}, {is_sharded=}"
-        found[name] = [gathered.completion_ids, gathered.sampling_logp, gathered.lengths]
+        found[name] = [gathered.completion_ids, gathered.sampling_logp, gathered.levels]
         for rows in torch.arange(6), torch.tensor([3]):
             assert len(policy.split(rollout, rows)) % 2 == 1
             logp = policy.log_probs(rollout, rows, reference=reference).computed()

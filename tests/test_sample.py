@@ -156,9 +156,10 @@ def test_pad_may_be_a_stop_id_or_a_token_that_is_sampled(model, tokenizer, pad, 
 def test_the_same_completion_alone_in_a_batch_and_after_others_have_finished(engine, monkeypatch):
     engine.model.generation_config.eos_token_id = list(range(1, 30))             # rows end at different times
     config = GRPOConfig(num_completions_per_prompt=4, generation_max_length=30, generation_top_k=0, generation_top_p=1.0)
-    together = engine.sample(PROMPTS[:3], config, seeds=7)
+    together = engine.sample(PROMPTS, config, seeds=7)
     assert len(set(together.completion_mask.sum(1).tolist())) > 3
-    for i, prompt in enumerate(PROMPTS[:3]):
+    assert together.completions[4:8] != together.completions[12:], "the same prompt, with another number"
+    for i, prompt in enumerate(PROMPTS):
         alone = engine.sample([prompt], config, seeds=[(7, i)])
         assert alone.completions == together.completions[4 * i : 4 * i + 4]
     monkeypatch.setitem(sampler.INITIAL_CAPACITY, "cpu", 5)
@@ -169,10 +170,10 @@ def test_the_same_completion_alone_in_a_batch_and_after_others_have_finished(eng
     torch.testing.assert_close(queued.sampling_logp, at_once.sampling_logp, atol=1e-5, rtol=1e-5)
     for steps in 3, 100:                                  # between two looks at which rows have ended
         monkeypatch.setitem(sampler.TOKENS_BETWEEN_CHECKS, "cpu", steps)
-        seldom = engine.sample(PROMPTS[:3], config, seeds=7)
+        seldom = engine.sample(PROMPTS, config, seeds=7)
         assert torch.equal(seldom.completion_ids, together.completion_ids) and torch.equal(seldom.completion_mask, together.completion_mask)
         torch.testing.assert_close(seldom.sampling_logp, together.sampling_logp, atol=1e-5, rtol=1e-5)
-    other_seed = engine.sample(PROMPTS[:3], config, seeds=8)
+    other_seed = engine.sample(PROMPTS, config, seeds=8)
     assert other_seed.completions != together.completions
     assert len(set(together.completions)) > 6, "siblings differ"
 
@@ -305,14 +306,6 @@ def test_an_engine_fills_the_same_rollout(model, tokenizer, vllm):
     assert rollout.completions[:3] == [tokenizer.decode([50 + g] * g) for g in range(3)]
     policies[1].sample(PROMPTS, config, seeds=0)
     assert again.requests == engine.requests
-
-
-def test_prompts_of_the_same_ids_have_other_random_numbers_however_they_are_written(engine, settings, monkeypatch):
-    monkeypatch.setattr(engine.tokenizer, "chat_template", "{% for m in messages %}{{ m.content | trim }}{% endfor %}")
-    prompts = ["1+1=?", "1+1=? ", [{"role": "user", "content": "1+1=?"}]]
-    assert len({tuple(encode_prompt(engine.tokenizer, prompt)) for prompt in prompts}) == 1
-    completions = engine.sample(prompts, settings, seeds=0).completions
-    assert completions[:4] != completions[4:8] != completions[8:]
 
 
 def test_a_reply_ends_at_the_limit(engine, settings, monkeypatch):

@@ -6,7 +6,6 @@ make test-vllm runs this in an environment of its own, with a vLLM for CPUs.
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -21,12 +20,14 @@ from transformers import (
 pytest.importorskip("vllm", reason="vllm is not installed: make test-vllm does that")
 
 import train
+from conftest import comparable
 from config import GRPOConfig, ModelConfig
 from data import encode_prompt
 from engine import make_engine, vllm_engine
-from engine.adapters import add_adapter, trainable_parameters
+from engine.adapters import add_adapter
 from engine.models import load_any_policy
 from engine.shared import Shared
+from engine.text_model import trainable_parameters
 from engine.vllm_engine import VLLM
 from experience import add_trainer_logp, demonstrations_as_experience
 from model import byte_tokenizer
@@ -34,7 +35,6 @@ from policy import RatioError
 from runs.command_line import parse_config
 from runs.folder import read_jsonl
 
-ROOT = Path(__file__).parents[1]
 SIZES = dict(
     hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
     vocab_size=267, pad_token_id=0, eos_token_id=1, bos_token_id=2, initializer_range=0.1, max_position_embeddings=512,
@@ -166,24 +166,11 @@ def test_a_base_model_that_is_sampled_although_an_adapter_trains_ends_the_run(tm
     assert [line["phase"] for line in read_jsonl(tmp_path / "run/metrics.jsonl")] == ["eval", "cold_start", "cold_start", "eval"]
 
 
-def run_train(*flags, processes: int = 1, **environment):
-    launch = ["-m", "torch.distributed.run", f"--nproc_per_node={processes}", "--master_port", str(free_port())]
-    launch = [sys.executable, *(launch if processes > 1 else []), "train.py"]
-    done = subprocess.run(
-        [*launch, *flags], cwd=ROOT, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"} | environment)
-    return done
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def metrics_of(folder: Path) -> list[dict]:
-    timed = "seconds", "memory"
-    return [{name: value for name, value in line.items() if not name.endswith(timed) and "memory" not in name}
-            for line in read_jsonl(folder / "metrics.jsonl")]
+def run_train(*flags, processes: int = 1):
+    several = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] if processes > 1 else []
+    return subprocess.run(
+        [sys.executable, *several, "train.py", *flags], cwd=Path(train.__file__).parent, capture_output=True, text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"})
 
 
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path):
@@ -192,7 +179,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path):
     whole = run_train(*flags, "--learning_rate", "1e-3", "--keep_checkpoints", "9", "--output_dir", str(tmp_path / "whole"))
     assert whole.returncode == 0, whole.stderr
     assert "Traceback" not in whole.stderr
-    steps = [line for line in metrics_of(tmp_path / "whole") if line["phase"] == "grpo"]
+    steps = [line for line in comparable(tmp_path / "whole") if line["phase"] == "grpo"]
     assert len(steps) == 4 and all(line["sampler_deviation"] < 1e-5 for line in steps)
     shutil.copytree(tmp_path / "whole", tmp_path / "half")
     shutil.rmtree(tmp_path / "half/final")
@@ -200,7 +187,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path):
         shutil.rmtree(checkpoint)
     half = run_train("--output_dir", str(tmp_path / "half"), "--resume")
     assert half.returncode == 0 and "step-00000003" in half.stdout, half.stderr
-    assert metrics_of(tmp_path / "half") == metrics_of(tmp_path / "whole")
+    assert comparable(tmp_path / "half") == comparable(tmp_path / "whole")
     weights = [(tmp_path / run / "final/model.safetensors").read_bytes() for run in ("whole", "half")]
     assert weights[0] == weights[1]
 
@@ -208,5 +195,5 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path):
 def test_two_processes_have_an_engine_each(tmp_path):
     done = run_train(*RUN, "--output_dir", str(tmp_path / "run"), processes=2)
     assert done.returncode == 0, done.stderr
-    steps = [line for line in metrics_of(tmp_path / "run") if line["phase"] == "grpo"]
+    steps = [line for line in comparable(tmp_path / "run") if line["phase"] == "grpo"]
     assert len(steps) == 2 and all(line["sampler_deviation"] < 1e-5 for line in steps)

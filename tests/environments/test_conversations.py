@@ -114,10 +114,7 @@ TEMPLATES = {
         "{% elif m.role == 'assistant' and loop.index0 < at.last %}{{ m.content.split('</think>')[-1] }}"
         "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}", "<|im_end|>"),
-    "gemma": (
-        "{{ bos_token }}{% for m in messages %}" + ALTERNATE + "<start_of_turn>"
-        "{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}<end_of_turn>\n{% endfor %}"
-        "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}", "<end_of_turn>"),
+    "gemma": (PUBLISHED["Gemma"].replace("<start_of_turn>", ALTERNATE + "<start_of_turn>", 1), "<end_of_turn>"),
     "mistral": (                                          # a tool's message is left out; the last turn gets the instruction
         "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
         "{% elif m.role == 'assistant' %}{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}", "<eos>"),

@@ -118,11 +118,10 @@ def test_an_environment_of_trl_whose_reward_the_trainer_reads(tokenizer, setting
 ROWS = [{"prompt": prompt, "word": "w"} for prompt in PROMPTS[:2]]
 
 
-def sample(model, tokenizer, config, cls, seed=3, notify=None):
+def sample(model, tokenizer, config, cls, seed=3):
     """A rollout in which every turn of the random model is a call of the only tool."""
     model.generation_config.eos_token_id = list(range(1, 90))
     policy = make_engine("shared", model, tokenizer)
-    policy.on_less_memory = notify
     return sample_with_environment(policy, cls, ROWS, config, [(seed, p) for p in range(2)], num_completions=4)
 
 
@@ -161,42 +160,6 @@ def test_reward_functions_read_instances_before_they_are_closed(model, tokenizer
     with pytest.raises(RunError):
         score(other, ROWS, [lambda completions: 1 / 0], [1.0], settings)
     assert all(each.closed for each in rollout.environments + other.environments)
-
-
-def test_when_memory_runs_out_instances_are_closed_and_begun_again(model, tokenizer, settings, monkeypatch):
-    made, seen, real = [], [], Shared.sample_batches
-    expected = sample(model, tokenizer, settings, Parrot)
-
-    class Numbered(Parrot):
-        """Every group is told another number."""
-
-        def __init__(self):
-            super().__init__()
-            made.append(self)
-
-        def reset(self, **columns):
-            super().reset("w")
-            self.text = f" {(len(made) - 1) // 4}" if numbered else None
-            return self.text
-
-    def short_of_memory(policy, prompts, config, *args, **options):
-        rollout = real(policy, prompts, config, *args, **options)
-        if config.generation_batch_size > 4:
-            raise MemoryError("out of memory")
-        return rollout
-
-    monkeypatch.setattr(Shared, "sample_batches", short_of_memory)
-    for numbered in False, True:
-        made.clear()
-        rollout = sample(model, tokenizer, settings, Numbered, notify=lambda *change: seen.append(change))
-        assert len(made) == 16 and rollout.environments == made[8:]
-        assert all(each.closed for each in made[:8]) and not any(hasattr(each, "closed") for each in made[8:])
-        if numbered:
-            texts = [tokenizer.decode(ids[mask]) for ids, mask in zip(rollout.prompt_ids, rollout.prompt_mask)]
-            assert [text[-2:] for text in texts] == [made[8].text, made[12].text] and len({each.text for each in made}) == 4
-        else:
-            assert rollout.completions == expected.completions and torch.equal(rollout.turn_points, expected.turn_points)
-    assert seen == [("generation_batch_size", 8, 4, "out of memory")] * 2
 
 
 def never():
@@ -288,6 +251,26 @@ def test_different_beginnings_of_a_group_end_the_run(model, tokenizer, settings)
     with pytest.raises(RunError, match=r"reset returned '.*' and '.*' for one prompt; let them depend on columns"):
         sample(model, tokenizer, replace(settings, reward_errors="none"), cls)
     assert Quiet.closed == 4
+
+
+def test_when_memory_runs_out_instances_are_closed_and_begun_again(model, tokenizer, settings, monkeypatch, capsys):
+    expected, real = sample(model, tokenizer, settings, Parrot), Shared.sample_batches
+
+    def short_of_memory(policy, prompts, config, *args, **options):
+        rollout = real(policy, prompts, config, *args, **options)
+        if config.generation_batch_size > 4:
+            raise MemoryError("out of memory")
+        return rollout
+
+    monkeypatch.setattr(Shared, "sample_batches", short_of_memory)
+    again = sample(model, tokenizer, settings, Parrot)
+    assert again.completions == expected.completions and torch.equal(again.turn_points, expected.turn_points)
+    assert capsys.readouterr().out == "out of memory: --generation_batch_size 8 -> 4, and once more\n"
+    Quiet.born = Quiet.closed = 0
+    rollout = sample(model, tokenizer, settings, bad("x", None, reset=lambda self, **columns: f" group {(Quiet.born - 1) // 4}"))
+    assert (Quiet.born, Quiet.closed) == (16, 8)
+    texts = [tokenizer.decode(ids[mask]) for ids, mask in zip(rollout.prompt_ids, rollout.prompt_mask)]
+    assert [text[-8:] for text in texts] == [" group 2", " group 3"], "what the instances said that are open"
 
 
 def test_instances_are_closed_after_ctrl_c_and_a_crash(model, tokenizer, settings):
