@@ -16,7 +16,7 @@ from data import load_examples
 from engine import make_engine
 from engine.errors import RunError
 from engine.models import load_any_policy
-from engine.ranks import Ranks
+from runs import groups
 from environments.messages import encode_reply
 from runs.console import held_out_text
 
@@ -55,13 +55,13 @@ def test_control_characters_are_shown_as_escapes_and_kept_in_files(folder, token
 def test_the_prompt_of_a_question_has_the_instruction_and_a_conversation_shows_its_tools(folder, tokenizer, capsys, monkeypatch):
     reply = encode_reply(tokenizer, "Add.\n2+2?", {"role": "tool", "content": "4"}, [tokenizer.eos_token_id])
     script_tokens(monkeypatch, tokenizer, "calculate(2+2)", len(reply), "it is 4")
-    real, prompts = evaluation.sample_completions, []
+    real, prompts = evaluation.sample_and_score, []
 
-    def recorded(engine, environment, examples, *args, **options):
+    def recorded(policy, examples, *args, **options):
         prompts.extend(example["prompt"] for example in examples)
-        return real(engine, environment, examples, *args, **options)
+        return real(policy, examples, *args, **options)
 
-    monkeypatch.setattr(evaluation, "sample_completions", recorded)
+    monkeypatch.setattr(evaluation, "sample_and_score", recorded)
     infer.main(["--model_path", folder, "--question", "2+2?", "--instruction", "Add.", "--environment", "calculator", "--max_turns", "3"])
     assert prompts == ["Add.\n2+2?"]
     assert capsys.readouterr().out == "assistant: calculate(2+2)\ntool: 4\nassistant: it is 4\n"
@@ -119,14 +119,13 @@ def prompts(tmp_path):
 @pytest.fixture
 def scripted(monkeypatch):
     """The completions are those of the list that this returns, over and over."""
-    real, texts = evaluation.sample_completions, []
+    real, texts = groups.score, []
 
-    def sampled(*args, **options):
-        rollout = real(*args, **options)
+    def scored(rollout, *args):
         rollout.completions = [texts[row % len(texts)] for row in range(len(rollout.completions))]
-        return rollout
+        return real(rollout, *args)
 
-    monkeypatch.setattr(evaluation, "sample_completions", sampled)
+    monkeypatch.setattr(groups, "score", scored)
     return texts
 
 
@@ -141,7 +140,7 @@ def test_one_completion_is_what_a_run_says(folder, scripted, settings, capsys):
         scripted.append(f"<answer>{example['answer'] if p % 3 == 0 else 'x'}</answer>")
     infer.main(["--model_path", folder, *SUMS])
     engine = make_engine("shared", *load_any_policy(Config.of(model_path=folder).model))
-    result = evaluation.evaluate(engine, Ranks(), load_examples("arithmetic", "test", limit=40), settings, seed=0)
+    result = evaluation.evaluate(engine, load_examples("arithmetic", "test", limit=40), settings, seed=0)
     assert capsys.readouterr().out == held_out_text(result, Config()) + "\n" and result["eval_accuracy"] == 14 / 40
 
 
@@ -228,13 +227,13 @@ def test_a_conversation_whose_environment_raises_is_one_line_or_unscored_and_not
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_the_batch_size_bounds_what_is_sampled_at_once_and_changes_no_answer(folder, tmp_path, monkeypatch, prompts, size):
-    real, batches = evaluation.sample_completions, []
+    real, batches = evaluation.sample_and_score, []
 
-    def counting(engine, environment, examples, config, **options):
+    def counting(policy, examples, seeds, config, **options):
         batches.append(config.generation_batch_size)
-        return real(engine, environment, examples, config, **options)
+        return real(policy, examples, seeds, config, **options)
 
-    monkeypatch.setattr(evaluation, "sample_completions", counting)
+    monkeypatch.setattr(evaluation, "sample_and_score", counting)
     argv = ["--model_path", folder, *prompts, "--limit", "3", "--samples", "2", "--reward_functions", "diversity"]
     every = result_of(tmp_path, *argv)["problems"]
     assert every == result_of(tmp_path, *argv, "--generation_batch_size", f"{size}")["problems"] and batches == [64, size]
