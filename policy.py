@@ -34,6 +34,7 @@ class RatioError(RuntimeError):
 class Policy:
     """A model and its tokenizer; while it is trained, with an optimiser and perhaps a value head."""
 
+    shares_prompts = False      # a prompt is forwarded once for all its completions
     same_arithmetic = True      # sample and log_probs agree to the rounding of the model's own forward passes
     ratio_tolerance = 0.01      # see require_ratios_of_1
 

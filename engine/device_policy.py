@@ -32,8 +32,6 @@ from sample import Rollout
 class DevicePolicy(Policy):
     """A policy on any device and any number of processes, which all call its methods in the same order."""
 
-    shares_prompts = False      # a prompt is forwarded once for all its completions
-
     def __init__(self, model, tokenizer, *, max_tokens: int = 2048):
         """max_tokens: tokens of a forward pass in training, the same in all processes."""
         super().__init__(model, tokenizer, max_tokens=max_tokens)

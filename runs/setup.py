@@ -196,6 +196,7 @@ def set_up(
         config = replace(config, training=replace(training, max_tokens_per_forward=max_tokens))
     folder.config = console.config = config
     training = config.training
+    refuse_other_settings(config, ranks, len(train_set))
 
     torch.manual_seed(training.seed)                      # of weights that are in no file
     if config.model.lora_rank and not model_config.model_path and not training.check:
@@ -228,17 +229,15 @@ def set_up(
         run.restore(checkpoint)
         if saved := load_reference(model, config, checkpoint, run.saved_state):
             run.reference = policy.like(saved)
-    if not training.check:
-        refuse_other_settings(run)
     return run
 
 
-def refuse_other_settings(run: Run) -> None:
+def refuse_other_settings(config: Config, ranks: Ranks, num_examples: int) -> None:
     """Raise RunError, on all ranks, if their settings or numbers of examples differ."""
-    settings = dict(run.config.flags)
+    settings = dict(config.flags)
     for name in "output_dir", "model_path", "dataset", "eval_dataset", "reward_functions", "environment":
         del settings[name]                                # paths, of which each machine may have its own
-    run.folder.ranks.agree(settings | {"examples": len(run.train_set)})
+    ranks.agree(settings | {"examples": num_examples})
 
 
 def environment_and_tools(environment: str | Callable) -> tuple[Callable | None, list[Callable] | None]:
