@@ -224,6 +224,7 @@ def print_halving(flag: str, value: int, half: int, error: str) -> None:
 
 
 def runs_in_core(model) -> bool:
-    """Return True if policy.py itself can run a model: in one process, on a CPU, in float32."""
+    """Return True if policy.py itself can run a model: in one process, on a CPU, in float32, all weights."""
     is_on_cpu = next(model.parameters()).device.type == "cpu"
-    return num_processes() == 1 and is_on_cpu and precision_of(model) == "float32"
+    in_float32 = precision_of(model) == "float32" and not has_adapter(model)
+    return num_processes() == 1 and is_on_cpu and in_float32
