@@ -95,11 +95,11 @@ class Experience:
         trainer_logp        before the updates, by the trainer's forward pass; without one, sampling_logp
         reference_logp      of the reference
         old_logp            what the ratio of the loss divides by: sampling_logp; with --importance_cap
-                            trainer_logp, and advantages are multiplied by
-                            min(exp(trainer_logp - sampling_logp), cap)
+                            trainer_logp
 
-    With a cap this is truncated importance sampling: weights correct for the sampler, ratios for what updates
-    have changed.
+    With a cap importance_weights are min(exp(trainer_logp - sampling_logp), cap), and those of a batch are in
+    its advantages. This is truncated importance sampling: weights correct for the sampler, ratios for what
+    updates have changed.
     """
 
     examples: list[dict]                # P
@@ -111,6 +111,7 @@ class Experience:
     reference_logp: Tensor | None = None
     old_values: Tensor | None = None    # reward that the value head expected before each token
     returns: Tensor | None = None       # targets of the value head
+    importance_weights: Tensor | None = None
     groups: Groups | None = None        # None: demonstrations
     metrics: dict = field(default_factory=dict)
 
@@ -123,8 +124,10 @@ class Experience:
         weights = torch.zeros(self.mask.shape)
         weights[rows] = token_weights(
             self.mask[rows], aggregation, group_tokens=group_tokens[rows], max_tokens=max_tokens)
+        importance = 1.0 if self.importance_weights is None else self.importance_weights         # (B, T)
+        advantages = self.advantages * importance
         return Batch(
-            self.rollout, rows, self.mask, weights, self.advantages, self.trainer_logp, self.old_logp,
+            self.rollout, rows, self.mask, weights, advantages, self.trainer_logp, self.old_logp,
             self.reference_logp, self.old_values, self.returns)
 
     @property
@@ -192,7 +195,7 @@ def compute_experience(groups: Groups, advantages: Tensor, config, policy, refer
         experience.advantages = advantages + penalty_advantages(penalty, mask, groups.rewards.shape)
     experience.metrics |= describe_advantages(experience)
     if config.importance_weight_cap:
-        correct_sampler(experience, config.importance_weight_cap)
+        add_importance_weights(experience, config.importance_weight_cap)
     return experience
 
 
@@ -233,13 +236,12 @@ def penalty_advantages(penalty: Tensor, mask: Tensor, shape: torch.Size) -> Tens
     return compute_group_advantages(rewards.view(shape), scale="none").float().view(-1, 1)
 
 
-def correct_sampler(experience: Experience, cap: float) -> None:
-    """Multiply advantages by trainer / sampler, at most cap, and let ratios divide by the trainer's logp."""
-    experience.old_logp = experience.trainer_logp
-    weights = importance_weights(
-        experience.trainer_logp, experience.rollout.sampling_logp, experience.mask, cap=cap)
-    experience.metrics["importance_weight"] = float(weights[experience.mask].mean())
-    experience.advantages = experience.advantages * weights
+def add_importance_weights(experience: Experience, cap: float) -> None:
+    """Add the weights trainer / sampler, at most cap, and let ratios divide by the trainer's logp."""
+    mask, experience.old_logp = experience.mask, experience.trainer_logp
+    experience.importance_weights = importance_weights(
+        experience.trainer_logp, experience.rollout.sampling_logp, mask, cap=cap)
+    experience.metrics["importance_weight"] = float(experience.importance_weights[mask].mean())
 
 
 def sampled_kl(logp: Tensor, batch: Batch, config) -> Tensor:

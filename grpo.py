@@ -320,14 +320,15 @@ def token_weights(
     elif aggregation == "sequence_mean":
         divisor = lengths.clamp(min=1) * num_sequences
     elif aggregation == "prompt_mean":
-        group_tokens = (lengths.sum() if group_tokens is None else group_tokens).clamp(min=1).double()
-        num_prompts = (mask / group_tokens).sum()
+        group_tokens = (lengths.sum() if group_tokens is None else group_tokens).clamp(min=1)
+        # In float64, so that the order of rows does not matter; on the CPU, since mps has none.
+        num_prompts = (lengths.cpu().double() / group_tokens.cpu()).sum().float().to(mask.device)
         divisor = group_tokens * torch.where(num_prompts > 0, num_prompts, 1.0)
     elif aggregation == "constant":
         divisor = num_sequences * (max_tokens or mask.shape[1])
     else:
         raise ValueError(f"{aggregation=} must be token_mean, sequence_mean, prompt_mean or constant")
-    return (mask / divisor.double()).float()
+    return mask / divisor
 
 
 def weighted_loss(x: Tensor, weights: Tensor) -> Tensor:

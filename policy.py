@@ -16,6 +16,7 @@ computed over the whole update (grpo.token_weights), so losses and gradients of 
 Shapes: B completions of T tokens, b of them in an update or a pass, N tokens, H hidden size.
 """
 
+import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 
@@ -41,13 +42,13 @@ class Policy:
     def __init__(self, model, tokenizer, *, max_tokens: int = 2048):
         """max_tokens: in a forward pass of training, padding included."""
         self.model, self.tokenizer, self.max_tokens = model, tokenizer, max_tokens
-        self.optimizer = self.scheduler = self.value_head = None
-        self.losses: list[float] = []                     # of the batches since the last step
         self.num_steps = 0                                # of the optimiser, one that has not ended included
+        self.train_with(optimizer=None, scheduler=None)
 
     def train_with(self, optimizer, scheduler, value_head=None) -> None:
         """Set the objects of a training phase. value_head: a module, hidden states (N, H) -> values (N,)."""
         self.optimizer, self.scheduler, self.value_head = optimizer, scheduler, value_head
+        self.losses: list[float] = []                     # of the batches since the last step
 
     # ---- the four verbs ------------------------------------------------------------------------------------
 
@@ -69,6 +70,8 @@ class Policy:
         returns    LogProbs (b, T), on the CPU
         """
         rows = torch.arange(len(rollout.completion_ids)) if rows is None else rows
+        if not len(rows):
+            return LogProbs.of_no_rows(rollout.completion_mask.shape[1])
         results: dict[str, Tensor] = {}
         for part, new in self.forward_passes(rollout, rows, reference):
             for name, x in new.computed().items():
@@ -106,10 +109,13 @@ class Policy:
         """Take a step with the gradient, scaled down to max_grad_norm if it is larger, and clear it.
 
         returns  grad_norm, before scaling, and skipped: 1 if gradient or loss are not finite; then parameters
-                 and learning-rate schedule stay as they were
+                 and learning-rate schedule stay as they were. Parameters without a gradient, or with one of 0
+                 as a whole, stay too
         """
         norm = self.clip_gradient(max_grad_norm)
         skipped = not (math.isfinite(norm) and math.isfinite(sum(self.losses)))
+        if norm == 0:
+            self.optimizer.zero_grad()                    # with zeros, momentum would move the parameters
         if not skipped:
             self.num_steps += 1
             self.optimizer.step()
@@ -184,7 +190,10 @@ class Policy:
 
     def like(self, model) -> "Policy":
         """Return a policy of another model that is computed in the same way: a reference."""
-        return type(self)(model, self.tokenizer, max_tokens=self.max_tokens)
+        other = copy.copy(self)
+        other.model = model
+        other.train_with(optimizer=None, scheduler=None)
+        return other
 
     def update_reference(self, reference: "Policy", alpha: float) -> None:
         """Move a reference to alpha * reference + (1 - alpha) * policy."""

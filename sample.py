@@ -25,6 +25,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from inspect import signature
 from itertools import compress
+from numbers import Integral
 
 import numpy as np
 import torch
@@ -224,10 +225,10 @@ def random_generators(seed: int | Sequence, num_prompts: int, group_size: int) -
 
     seed  an integer, from which prompt p gets (seed, p); or an integer or a tuple for each prompt
     """
-    seeds = [(seed, p) for p in range(num_prompts)] if isinstance(seed, int) else seed
+    seeds = [(seed, p) for p in range(num_prompts)] if isinstance(seed, Integral) else seed
     if len(seeds) != num_prompts:
         raise ValueError(f"seed: {len(seeds)} for {num_prompts} prompts; pass an integer, or one for each")
-    of_prompts = [(each,) if isinstance(each, int) else each for each in seeds]
+    of_prompts = [(each,) if isinstance(each, Integral) else each for each in seeds]
     return [
         np.random.default_rng([*of_prompt, sibling])
         for of_prompt in of_prompts for sibling in range(group_size)

@@ -187,13 +187,12 @@ def supervised_training_step(run: Run, examples: list[dict]) -> tuple[dict, Expe
     losses = policy.forward_backward(batch, supervised_loss)
     update = losses | policy.optimizer_step(run.config.training.max_grad_norm)
     run.progress.count(update)
-    metrics = {"loss": losses["total_loss"], "completion_tokens": int(batch.mask.sum()) / len(examples)}
-    return metrics | {name: update[name] for name in ("entropy", "grad_norm", "skipped")}, experience
+    return update | {"completion_tokens": int(batch.mask.sum()) / len(examples)}, experience
 
 
 def supervised_loss(new: LogProbs, batch: Batch) -> tuple[dict, dict]:
     """Compute the loss of demonstrations: -logp of each token, times its weight."""
-    return {"nll": weighted_loss(-new.logp, batch.weights)}, {"entropy": new.entropy}
+    return {"loss": weighted_loss(-new.logp, batch.weights)}, {"entropy": new.entropy}
 
 
 def train(config: Config, *, on_step: Callable | None = None, **objects) -> tuple:

@@ -55,9 +55,9 @@ def main(argv: list[str]) -> None:
     best_first = mean_advantages(experience).argsort(descending=True, stable=True).tolist()
     picked = [(row, t) for row in (best_first[0], best_first[-1]) for t in least_likely_tokens(rollout, row)]
     title = "3. Some tokens before the update: by sampler (old) and trainer (new)"
-    show_tokens(console, config, policy.tokenizer, experience, old, picked, title)
-
     batch = experience.batch(rows, config.aggregation, max_tokens=config.generation_max_length)
+    show_tokens(console, config, policy.tokenizer, batch, old, picked, title)
+
     reference = run.reference if config.exact_kl else None
     losses = policy.forward_backward(batch, partial(train.grpo_loss, config), reference=reference)
     show_loss(console, config, losses, batch)
@@ -69,7 +69,7 @@ def main(argv: list[str]) -> None:
 
     new = policy.log_probs(rollout).logp
     title = "6. The same tokens after it, as a second epoch on this rollout would see them"
-    show_tokens(console, config, policy.tokenizer, experience, new, picked, title)
+    show_tokens(console, config, policy.tokenizer, batch, new, picked, title)
     mask = rollout.completion_mask
     before, after = ((logp * mask).sum(dim=1) for logp in (old, new))            # (G,) nats
     show(console, "7. log-probability of each completion", ["", "A", "before", "after", "change"], [
@@ -161,21 +161,20 @@ def show_completions(console: RunConsole, config: GRPOConfig, groups: Groups, ex
 
 
 def show_tokens(
-    console: RunConsole, config: GRPOConfig, tokenizer, experience: Experience, logp: Tensor,
+    console: RunConsole, config: GRPOConfig, tokenizer, batch: Batch, logp: Tensor,
     picked: list[tuple[int, int]], title: str,
 ) -> None:
     """Print ratio, loss and KL of the picked tokens (row, t); logp (G, T): under the policy."""
-    mask = experience.mask
     loss, clipped, log_ratio = token_loss(                                       # (G, T) each
-        logp, experience.old_logp, experience.advantages, mask, **config.loss_arguments)
+        logp, batch.old_logp, batch.advantages, batch.mask, **config.loss_arguments)
     ratio = log_ratio.clamp(-20, 20).exp()
     head, columns = ["", "token", "old logp", "new logp", "ratio", "A", "clipped", "loss"], []
-    if experience.reference_logp is not None:
+    if batch.reference_logp is not None:
         head.append("KL to reference")
-        columns.append(kl_penalty(logp, experience.reference_logp, estimator="k3"))
-    ids, advantages = experience.rollout.completion_ids, experience.advantages.expand_as(logp)
+        columns.append(kl_penalty(logp, batch.reference_logp, estimator="k3"))
+    ids, advantages = batch.rollout.completion_ids, batch.advantages
     show(console, title, head, [
-        [str(row), repr(tokenizer.decode([ids[row, t].item()])), f"{experience.old_logp[row, t]:.4f}",
+        [str(row), repr(tokenizer.decode([ids[row, t].item()])), f"{batch.old_logp[row, t]:.4f}",
          f"{logp[row, t]:.4f}", f"{ratio[row, t]:.4f}", f"{advantages[row, t]:+.4f}",
          "yes" if clipped[row, t] else "no", f"{loss[row, t]:+.4f}", *(f"{kl[row, t]:.5f}" for kl in columns)]
         for row, t in picked

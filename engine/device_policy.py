@@ -67,8 +67,10 @@ class DevicePolicy(Policy):
                 prompts, replace(config, generation_batch_size=at_once), seeds, num_completions=group_size,
                 reply=reply)
 
+        # Not below a group of the configuration: it would reject the value.
+        least = max(group_size, config.num_completions_per_prompt)
         restart = getattr(reply, "restart", None)
-        return self.halving("generation_batch_size", at_once, group_size, attempt, restart)
+        return self.halving("generation_batch_size", at_once, least, attempt, restart)
 
     def sample_batches(self, prompts: list, config, seeds, **options) -> Rollout:
         """Sample config.generation_batch_size completions at a time."""
@@ -142,10 +144,7 @@ class DevicePolicy(Policy):
 
     def clip_gradient(self, max_norm: float) -> float:
         """As Policy.clip_gradient, of the sum over all processes."""
-        norm = sum_and_clip_gradient(self.parameters, max_norm)
-        if norm == 0 and self.device.type == "xla":       # zeros, with which momentum would move the weights
-            self.optimizer.zero_grad()
-        return norm
+        return sum_and_clip_gradient(self.parameters, max_norm)
 
     def clear_gradient(self) -> None:
         """As Policy.clear_gradient; on XLA to zeros, so that the program stays the same."""
@@ -205,7 +204,7 @@ class DevicePolicy(Policy):
     def like(self, model) -> "DevicePolicy":
         """As Policy.like. The model may wait on another device, and is moved to this one."""
         other = super().like(model)
-        other.device, other.on_less_memory = self.device, self.on_less_memory
+        other.sampler = None
         return other
 
     def update_reference(self, reference: Policy, alpha: float) -> None:

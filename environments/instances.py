@@ -83,7 +83,8 @@ def close_all(environments: list, reward_timeout: float) -> None:
     """Close instances of a class, within the time limit of a call. Their errors are ignored."""
     for environment in environments:
         with suppress(Exception), exits_as_errors():
-            call_with_timeout(reward_timeout or SECONDS_PER_CALL, getattr(environment, "close", lambda: None))
+            if hasattr(environment, "close"):             # None: of a function, or of a class that raised
+                call_with_timeout(reward_timeout or SECONDS_PER_CALL, environment.close)
 
 
 def public_methods(environment_class: type, owner) -> dict[str, Callable]:

@@ -93,12 +93,12 @@ def write_folder(partial: Path, target: Path, write: Callable[[Path], None]) -> 
 
 
 def optimizer_state(policy, batches) -> dict:
-    """Return the part of state.pt that belongs to a phase; nothing of it between two phases."""
-    if policy.optimizer is None:
-        return {}
+    """Return the loss scaler of float16 for state.pt; within a phase also what belongs to the phase."""
     scaler, value_head = getattr(policy, "scaler", None), policy.value_head
-    return {
-        "scaler": scaler and scaler.state_dict(),
+    state = {"scaler": scaler and scaler.state_dict()}
+    if policy.optimizer is None:                          # between two phases
+        return state
+    return state | {
         "value_head": value_head and full_tensor(value_head.state_dict()),
         "scheduler": policy.scheduler.state_dict(), "position": batches.position,
         "optimizer": full_tensor(policy.optimizer.state_dict()),
@@ -106,18 +106,17 @@ def optimizer_state(policy, batches) -> dict:
 
 
 def load_optimizer_state(policy, state: dict) -> None:
-    """Restore the result of optimizer_state, but keep the new peak learning rates."""
+    """Restore what optimizer_state returns of a phase, but keep the new peak learning rates."""
     moments, optimizer, scheduler = state["optimizer"]["state"], policy.optimizer, policy.scheduler
+    parameters = policy.parameters
     for i, tensors in moments.items():
-        moments[i] = {name: sharded_like(x, policy.parameters[i]) for name, x in tensors.items()}
+        moments[i] = {name: sharded_like(x, parameters[i]) for name, x in tensors.items()}
     peaks = scheduler.base_lrs                            # a flag may have changed it
     optimizer.load_state_dict(state["optimizer"])
     scheduler.load_state_dict(state["scheduler"])
     scheduler.base_lrs = peaks
     for group, peak, lr in zip(optimizer.param_groups, peaks, scheduler.get_lr(), strict=True):
         group.update(initial_lr=peak, lr=lr)
-    if state["scaler"]:
-        policy.scaler.load_state_dict(state["scaler"])
     if policy.value_head is not None:
         policy.value_head.load_state_dict(state["value_head"])
 

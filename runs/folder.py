@@ -182,7 +182,7 @@ def completion_records(experience) -> list[dict]:
     examples, rollout = experience.examples, experience.rollout
     groups, advantages = experience.groups, experience.advantages
     tied = [] if groups is None else groups.tied.tolist()
-    group_size = len(rollout.completions) // len(examples)
+    group_size, by_token = len(rollout.completions) // len(examples), experience.by_token
     records = []
     for row, text in enumerate(rollout.completions):
         p, g, mask = row // group_size, row % group_size, rollout.completion_mask[row]
@@ -194,7 +194,6 @@ def completion_records(experience) -> list[dict]:
 
         record = {"prompt": examples[p]["prompt"], "completion": text}
         if groups is not None:
-            by_token = experience.by_token
             record |= {
                 "rewards": {name: or_none(points[p, g]) for name, points in groups.per_function.items()},
                 "reward": or_none(groups.scores[p, g]), "tied": tied[p],

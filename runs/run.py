@@ -277,5 +277,7 @@ class Run:
             raise ValueError(f"optimizer: {again}")
         self.progress = Progress(**state.pop("progress"))
         self.saved_at = self.progress.step
+        if state.get("scaler") and hasattr(self.policy, "scaler"):               # else float32 now
+            self.policy.scaler.load_state_dict(state["scaler"])
         resume_versions(state["versions"], self.policy, self.console.print)
         self.saved_state = state

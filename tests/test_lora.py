@@ -84,12 +84,13 @@ def test_peft_loads_and_merges_what_is_saved_and_so_do_we(saved, tmp_path):
     assert (merged.eval()(IDS).logits - expected).abs().max() < 1e-4
 
 
-def test_the_reference_is_the_adapter_as_it_was(saved, tmp_path, settings):
+@pytest.mark.parametrize("engine", ["plain", "shared"])
+def test_the_reference_is_the_adapter_as_it_was(saved, tmp_path, settings, engine):
     """An adapter that was trained before: a reference without it would be another model."""
     model, tokenizer = load(saved, lora_rank=4)
     save_any_policy(with_noise(model), tokenizer, tmp_path / "adapter")
     (model, _), (as_loaded, _) = load(tmp_path / "adapter"), load(tmp_path / "adapter")
-    policy = make_engine("shared", model, tokenizer)
+    policy = make_engine(engine, model, tokenizer)
     rollout, reference, as_loaded = policy.sample(PROMPTS, settings, 0), policy.like(make_reference(model)), policy.like(as_loaded)
     assert isinstance(reference.model, AdapterReference)
     with_noise(model)                                     # training goes on

@@ -62,15 +62,15 @@ def start_ranks(processes: int, *flags: str, fails: bool = False, by_torchrun: b
     return done
 
 
-def assert_same_run(one: Path, many: Path, tolerance: float = 1e-5):
+def assert_same_run(one: Path, many: Path, tolerance: float = 1e-5, most_draws: int = 1):
     """The same completions, and metrics and weights up to the order in which sums are taken.
 
-    Rounding may decide a draw: then one completion of a step differs, and only the steps before it are compared.
+    Rounding may decide a draw: then at most most_draws completions of a step differ, and the steps before it are compared.
     """
     left, right = (read_jsonl(folder / "rollouts.jsonl") for folder in (one, many))
     other_draws = [r["step"] for r, s in zip(left, right, strict=True) if r["completion_ids"] != s["completion_ids"]]
     end = min(other_draws, default=math.inf)
-    assert left and other_draws.count(end) <= 1 and (not other_draws or left[0]["step"] < end), other_draws
+    assert left and other_draws.count(end) <= most_draws and (not other_draws or left[0]["step"] < end), other_draws
     assert all(r["rewards"] == s["rewards"] for r, s in zip(left, right) if r["step"] < end)
     lines = [[line for line in read_jsonl(folder / "metrics.jsonl") if line["step"] < end] for folder in (one, many)]
     first, again = (next(line["grad_norm"] for line in run if "grad_norm" in line) for run in lines)
@@ -221,7 +221,8 @@ def test_a_run_goes_on_with_another_number_of_processes(tmp_path, before, after,
     done = (Program(*words) if after == 1 else Ranks(after, *words)).wait(400)
     assert done.returncode == 0, done.stderr
     assert "not bit for bit" in " ".join(done.stdout.split())
-    assert_same_run(tmp_path / "whole", tmp_path / "changed", 1e-3 if "bfloat16" in flags else 1e-5)
+    rounding = dict(tolerance=1e-3, most_draws=8) if "bfloat16" in flags else {}             # of 16 completions
+    assert_same_run(tmp_path / "whole", tmp_path / "changed", **rounding)
     assert torch.load(latest_checkpoint(tmp_path / "changed") / "state.pt", weights_only=True)["versions"]["processes"] == after
 
 
