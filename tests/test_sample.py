@@ -104,7 +104,7 @@ def test_every_prompt_and_every_sibling_has_a_stream_of_its_own():
     streams = uniform_streams(0, 3, 2, 5)
     assert streams.shape == (6, 5) and len({tuple(row) for row in streams.tolist()}) == 6
     assert torch.equal(streams[2:4], uniform_streams([(0, 1)], 1, 2, 9)[:, :5])
-    assert torch.equal(uniform_streams([7], 1, 2, 5), uniform_streams([(7,)], 1, 2, 5))
+    assert torch.equal(uniform_streams([np.int64(7)], 1, 2, 5), uniform_streams([(7,)], 1, 2, 5))
     with pytest.raises(ValueError, match=r"^seed: 2 for 3 prompts; pass an integer, or one for each$"):
         uniform_streams([0, 1], 3, 2, 5)
 

@@ -191,9 +191,16 @@ def test_gradients_beyond_float16_lower_the_scale_and_are_not_held_against_the_r
     run.policy.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40, backoff_factor=2.0**-8)
     before = {name: p.clone() for name, p in run.policy.model.named_parameters()}
     metrics, _ = train.supervised_training_step(run, next(run.batches))
-    assert not math.isfinite(metrics["grad_norm"]) and math.isfinite(metrics["loss"])
+    assert not math.isfinite(metrics["grad_norm"]) and math.isfinite(metrics["loss"]) and metrics["loss_scale"] == 2.0**32
     assert (run.progress.skipped, run.progress.skipped_in_a_row) == (1, 0) and run.policy.scaler.get_scale() == 2.0**32
     assert all(torch.equal(p, before[name]) for name, p in run.policy.model.named_parameters())
     while run.progress.skipped == run.progress.phase_step - 1:
         train.supervised_training_step(run, next(run.batches))
     assert run.policy.scaler.get_scale() >= 1 and not all(torch.equal(p, before[name]) for name, p in run.policy.model.named_parameters())
+    run.policy.scaler.update(512.0)
+    run.policy.optimizer = None                           # as between two phases
+    checkpoint = run.save_checkpoint()
+    for flags in ["--precision", "float16"], ["--engine", "plain"], ["--engine", "shared"]:
+        resumed = start_run(tmp_path, *flags)
+        resumed.restore(checkpoint)
+        assert "float16" not in flags or resumed.policy.scaler.get_scale() == 512.0

@@ -303,6 +303,7 @@ def test_the_kl_is_that_of_the_policy_where_its_own_log_probabilities_were_compu
         weights = importance_weights(other.trainer_logp, other.rollout.sampling_logp, other.mask, cap=cap) if cap else 1.0
         weighted = other.batch(torch.arange(16)).advantages
         torch.testing.assert_close(exact.advantages * weights, weighted, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(exact.advantages, other.advantages, atol=1e-5, rtol=1e-5)     # as rollouts.jsonl has them
         kl = [made.metrics["kl"] if kl_in == "reward" else gradient(run, made)[1]["kl"] for made in (exact, other)]
         assert kl[0] == pytest.approx(kl[1], rel=1e-5) and kl[0] != 0
 
@@ -383,6 +384,7 @@ def test_a_step_whose_gradient_or_loss_alone_is_not_finite_changes_nothing_and_i
     run = with_settings(base)
     with_engine(run, engine, 2048)
     run.progress.skipped = run.progress.skipped_in_a_row = 0
+    run.policy.optimizer.param_groups[0]["momentum"] = 0.9
     experience = off_policy(run)
 
     def endless(new, batch):
@@ -401,6 +403,11 @@ def test_a_step_whose_gradient_or_loss_alone_is_not_finite_changes_nothing_and_i
         assert run.progress.step == step + 1 and skipped == ((number, number) if broken else (2, 0))
         assert run.policy.scheduler.last_epoch == (broken is None)
         assert all(p.grad is None for p in run.policy.parameters)
+    before, losses = [p.clone() for p in run.policy.parameters], forward_backward(run, experience)
+    for parameter in run.policy.parameters:               # not None: as of a KL of 0 in tied groups
+        parameter.grad.zero_()
+    assert take_step(run, losses)["skipped"] == 0
+    assert all(map(torch.equal, before, run.policy.parameters)), "momentum moves nothing"
 
 
 @pytest.mark.parametrize("engine,precision,tolerance", [

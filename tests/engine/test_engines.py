@@ -114,6 +114,41 @@ def test_a_limit_is_halved_down_to_what_has_to_fit(shared, value, least, tried):
     assert values == tried
 
 
+def test_where_an_evaluation_samples_one_completion_of_each_problem_it_is_halved_to_a_group_of_the_run(shared, settings, monkeypatch):
+    tried = []
+
+    def sample_batches(prompts, config, *rest, **options):
+        tried.append(config.generation_batch_size)
+        raise MemoryError("out of memory")
+
+    monkeypatch.setattr(shared, "sample_batches", sample_batches)
+    with pytest.raises(MemoryError):
+        shared.sample(PROMPTS * 5, replace(settings, num_completions_per_prompt=4), 0, num_completions=1)
+    assert tried == [20, 10, 5, 4]                        # config.py refuses less
+
+
+def test_a_reference_is_computed_as_a_callers_own_policy_is_without_its_optimizer_and_sampler(model, tokenizer, settings):
+    class Own(DevicePolicy):
+        def __init__(self, model, tokenizer, client):
+            super().__init__(model, tokenizer, max_tokens=100)
+            self.client, self.sampler = client, "another sampler"
+
+    policy, other = Own(model, tokenizer, "client"), copy.deepcopy(model)
+    policy.train_with(torch.optim.SGD(model.parameters()), "schedule", "value head")
+    policy.losses.append(1.0)
+    reference = policy.like(other)
+    assert type(reference) is Own and reference.model is other and reference.max_tokens == 100
+    assert (reference.optimizer, reference.value_head, reference.sampler, reference.losses) == (None, None, None, [])
+    assert policy.optimizer is not None and policy.losses == [1.0]
+    rollout = reference.sample(PROMPTS, settings, 0)
+    assert reference.log_probs(rollout, torch.arange(0)).logp.shape == (0, rollout.completion_ids.shape[1])
+
+
+def test_a_sampler_of_one_process_in_float32_is_refused_where_it_would_train_wrongly(tmp_path):
+    with pytest.raises(ValueError, match="engine: Generate works in one process, not in float16; derive it from DevicePolicy"):
+        set_up(settings_of_run(tmp_path / "run", precision="float16"), engine=of_the_page())
+
+
 @pytest.mark.parametrize("make", [DevicePolicy, Shared])
 def test_processes_forward_every_row_once_and_have_as_many_passes(model, tokenizer, monkeypatch, make):
     policy, rollout = make(model, tokenizer, max_tokens=30), made_up_rollout([9, 5, 7], [5, 1, 9, 4, 12, 3])

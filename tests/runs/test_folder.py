@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import QUICK, made_up_rollout
+from conftest import QUICK, experience_of, made_up_rollout, with_settings
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import train
@@ -24,7 +24,7 @@ from experience import Groups, compute_experience
 from grpo import compute_group_advantages
 from reward_functions.calling import Reports
 from runs.command_line import parse_config
-from runs.folder import RunFolder, open_tracker, read_jsonl, read_records
+from runs.folder import RunFolder, completion_records, open_tracker, read_jsonl, read_records
 from runs.groups import summarize_groups
 
 
@@ -105,6 +105,15 @@ def test_of_two_runs_that_begin_together_the_second_ends(tmp_path):
 
 
 # ---- records --------------------------------------------------------------------------------------------------------
+
+
+def test_advantages_of_a_group_sum_to_0_in_its_records_with_importance_weights_too(base):
+    run = with_settings(base, importance_cap=1.3)
+    rollout = train.sample_groups(run, next(run.batches)).rollout
+    rollout.sampling_logp += 0.5 * torch.randn(rollout.sampling_logp.shape)
+    records = completion_records(experience_of(run, rollout, torch.randn(4, 4)))
+    assert sum(record["advantage"] for record in records[:4]) == pytest.approx(0, abs=1e-5)
+    assert not any("token_advantages" in record for record in records)
 
 
 def test_rollouts_hold_whole_groups(finished):
