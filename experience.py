@@ -97,9 +97,9 @@ class Experience:
         old_logp            what the ratio of the loss divides by: sampling_logp; with --importance_cap
                             trainer_logp
 
-    With a cap importance_weights are min(exp(trainer_logp - sampling_logp), cap), and those of a batch are in
-    its advantages. This is truncated importance sampling: weights correct for the sampler, ratios for what
-    updates have changed.
+    With a cap importance_weights are min(exp(trainer_logp - sampling_logp), cap); batch multiplies the
+    advantages by them. This is truncated importance sampling: weights correct for the sampler, ratios for
+    what updates have changed.
     """
 
     examples: list[dict]                # P
@@ -119,16 +119,16 @@ class Experience:
         self, rows: Tensor, aggregation: str = "token_mean", *, max_tokens: int | None = None
     ) -> "Batch":
         """Return the batch of an update on rows (b,), with weights over all of them: see token_weights."""
-        per_prompt = self.mask.view(len(self.rollout.prompt_ids), -1).sum(dim=1)                 # (P,)
+        per_prompt = self.mask.reshape(len(self.rollout.prompt_ids), -1).sum(dim=1)              # (P,)
         group_tokens = per_prompt.repeat_interleave(len(self.mask) // len(per_prompt))[:, None]  # (B, 1)
         weights = torch.zeros(self.mask.shape)
         weights[rows] = token_weights(
             self.mask[rows], aggregation, group_tokens=group_tokens[rows], max_tokens=max_tokens)
         importance = 1.0 if self.importance_weights is None else self.importance_weights         # (B, T)
-        advantages = self.advantages * importance
         return Batch(
-            self.rollout, rows, self.mask, weights, advantages, self.trainer_logp, self.old_logp,
-            self.reference_logp, self.old_values, self.returns)
+            rollout=self.rollout, rows=rows, mask=self.mask, weights=weights,
+            advantages=self.advantages * importance, trainer_logp=self.trainer_logp, old_logp=self.old_logp,
+            reference_logp=self.reference_logp, old_values=self.old_values, returns=self.returns)
 
     @property
     def by_token(self) -> bool:
@@ -161,7 +161,7 @@ class Batch:
         return replace(self, rows=rows, **tensors)
 
     def rows_with_gradient(self, *, of_policy_loss_alone: bool) -> Tensor:
-        """Return the rows with tokens to train on; of the policy loss alone those with advantages."""
+        """Return the rows with tokens to train on; for the policy loss alone, where A is not 0 as well."""
         trained = self.mask[self.rows]
         if of_policy_loss_alone:
             trained = trained & (self.advantages[self.rows] != 0)
@@ -178,7 +178,7 @@ def compute_experience(groups: Groups, advantages: Tensor, config, policy, refer
     mask = rollout.completion_mask & ~groups.rewards.reshape(-1, 1).isnan()      # (B, T), NaN: not scored
     if config.overlong == "mask":
         mask = mask & rollout.finished[:, None]           # without completions that were cut
-    advantages = advantages.float().view(-1, 1).expand(mask.shape)               # (B, T)
+    advantages = advantages.float().reshape(-1, 1).expand(mask.shape)            # (B, T)
     logp = rollout.sampling_logp
     experience = Experience(groups.examples, rollout, mask, advantages, logp, logp, groups=groups)
     if reference is not None and not config.exact_kl:

@@ -1,19 +1,21 @@
 """
-The mathematics of GRPO: tensors in, tensors out. No model, no files, no devices. Each function but
-policy_loss, token_loss, value_loss and gspo works alone, copied below `import torch` and `from torch import
-Tensor` without the rest of this file; these need what they call.
+The mathematics of GRPO: tensors in, tensors out. No model, no files, no devices.
 
 A step calls compute_group_advantages and policy_loss (by default clipped_loss of each token, times the weight
 of the token). A new loss is a function and an entry of LOSSES, from which flags and explanations are read.
 loss_type selects only the loss; set the paper's baseline, sampling and clip range separately.
 
-Departures from the GRPO paper (arXiv:2402.03300): groups of equal rewards have exactly zero advantage, the
-default aggregation is DAPO's token mean, the KL in the loss is k3 times the ratio (kl_penalty says why), and
-weights of tokens are arguments, so that micro-batches add up to one big batch. Formulas in the docstrings are
-Python expressions.
+Departures from the GRPO paper (arXiv:2402.03300):
+    - groups of equal rewards have advantages of exactly 0
+    - the default aggregation is DAPO's mean over tokens
+    - the KL in the loss is k3 times the ratio: kl_penalty says why
+    - weights of tokens are an argument, so that micro-batches add up to one big batch
 
 Shapes: P prompts per step, G completions of each, B = P*G rows (or some of them), those of a prompt adjacent,
-T completion tokens, right-padded. Units: rewards in points, log-probabilities (logp) and KL in nats.
+T completion tokens, right-padded. Units: log-probabilities (logp) and KL in nats; rewards have none.
+
+Formulas in the docstrings are Python expressions. Each function but policy_loss, token_loss, value_loss and
+gspo works alone, copied below `import torch` and `from torch import Tensor`; these need what they call.
 """
 
 from collections.abc import Callable
@@ -33,9 +35,10 @@ def compute_group_advantages(
 ) -> Tensor:
     """Compare each completion with the others of its group.
 
-        (r - b) / s
+        A = (r - mean(group)) / (std(group) + epsilon)    by default
+        A = (r - b) / s                                   in general
 
-    for each completion, where r is its points and b and s are chosen by
+    for each completion, where r is its reward and b and s are chosen by
 
         baseline       b                   scale   s
         group_mean     mean(group)         group   std(group) + epsilon
@@ -43,19 +46,19 @@ def compute_group_advantages(
         global_mean    mean(everything)    mean    mean(group) if mean(group) > 0 else inf
         leave_one_out  mean(siblings)      none    1
 
-    group are the points of its group, siblings those of the others in it, everything those of all groups.
+    group are the rewards of its group, siblings those of the others in it, everything those of all groups.
 
-    rewards  (P, G) points, a tensor or lists; NaN where a completion could not be scored: it takes no part in
-             b or s and gets 0
-    global_mean  points: the baseline of that name, such as the mean over a run; None: over these rewards
-    returns  (P, G) float32 (float64 for float64 rewards), in multiples of s, or points if scale="none".
+    rewards  (P, G), a tensor or lists; NaN where a completion could not be scored: it takes no part in b or s
+             and gets 0
+    global_mean  the baseline of that name, such as the mean over a run; None: over these rewards
+    returns  (P, G) float32 (float64 for float64 rewards), in multiples of s, or as rewards if scale="none".
              A tied group (max - min <= 1e-6 * max(1, |max|)) comes back as exact zeros, and so does one with
              fewer than two scored completions. Under group_mean and leave_one_out rows sum to 0.
 
     std divides by n - 1 (torch's default): a group of two gets about +0.71 and -0.71. The result is not
     centred again: that would cancel the choice of baseline. GRPO: arXiv:2402.03300 sec. 4.1.2; scale="none":
     Dr. GRPO, arXiv:2503.20783; leave_one_out: RLOO, arXiv:2402.14740 sec. 2.2; scale="mean": MaxRL, for
-    points from 0 up, arXiv:2602.02710. docs/algorithm.md, Which one?, compares them.
+    rewards from 0 up, arXiv:2602.02710. docs/algorithm.md, Which one?, compares them.
     """
     rewards = torch.as_tensor(rewards)
     if rewards.ndim != 2 or rewards.shape[1] < 2:
@@ -96,10 +99,67 @@ def compute_group_advantages(
     return torch.where(scored & ~tied, (rewards - b) / s, 0.0)
 
 
-# ---- losses ------------------------------------------------------------------------------------------------
-# token_loss gives each function logp, log_ratio (both 0 where mask is False), advantages, mask, clip_low and
-# clip_high. Parameters after * are options, with bounds in LOSSES. The default is the first function. Each
-# returns loss and removed (bool): the token's gradient is 0, or its weight is capped.
+# ---- the loss of a step ------------------------------------------------------------------------------------
+
+
+def policy_loss(
+    logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor, weights: Tensor | None = None, *,
+    loss_type: str = "dapo", **options,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Compute the loss whose gradient raises the probability of completions with positive advantage.
+
+    logp        (B, T) nats, with gradient;  old_logp  (B, T) nats, anything where mask is False
+    advantages  (B,), (B, 1) or (B, T);      mask      (B, T) bool, True on tokens that the policy chose
+    weights     (B, T) factor of each token's loss: see token_weights; None: those of the loss type, over the
+                rows given
+    loss_type   a key of LOSSES;  options  clip_low, clip_high, off_policy_limit and others: see token_loss
+    returns     loss, a scalar; and statistics (B, T) without gradient, to be averaged over tokens:
+                clip_fraction    1 where the gradient was clipped, or the ratio capped
+                ratio_deviation  |ratio - 1|
+                approx_kl        ratio - 1 - log(ratio), nats: its mean estimates the KL from the policy that
+                                 old_logp belongs to
+    """
+    token_losses, clipped, log_ratio = token_loss(                               # (B, T) each
+        logp, old_logp, advantages, mask, loss_type=loss_type, **options)
+    aggregation = LOSSES[loss_type].aggregation
+    weights = token_weights(mask, aggregation) if weights is None else weights * mask
+    ratio = log_ratio.clamp(-20, 20).exp()                                       # 1 where mask is False
+    statistics = {
+        "clip_fraction": (clipped & mask).float(), "ratio_deviation": (ratio - 1).abs(),
+        "approx_kl": ratio - 1 - log_ratio}
+    return weighted_loss(token_losses, weights), statistics
+
+
+def token_loss(
+    logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor, *, loss_type: str = "dapo",
+    clip_low: float = 0.2, clip_high: float = 0.2, off_policy_limit: float = torch.inf, **options: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the loss of each token, whether it was clipped or its weight capped, and log_ratio.
+
+    logp, old_logp, advantages, mask  as for policy_loss
+    clip_low, clip_high  the ratio is clipped to 1 - clip_low ... 1 + clip_high; cispo: the upper limit alone
+    off_policy_limit     nats: see too_unlikely
+    options    of the loss type: the parameters of its function after *, such as dual_clip=3.0 of dapo
+    returns    (B, T) each: loss, in the unit of advantages; bool; logp - old_logp, 0 where mask is False
+    """
+    assert logp.shape == old_logp.shape == mask.shape, f"{logp.shape=} {old_logp.shape=} {mask.shape=}"
+    if loss_type not in LOSSES:
+        raise ValueError(f"unknown {loss_type=}: choose one of {', '.join(LOSSES)}")
+    if unknown := sorted(options.keys() - LOSSES[loss_type].bounds):
+        raise ValueError(f"{loss_type} has no option {unknown}; its options: {[*LOSSES[loss_type].bounds]}")
+    advantages = advantages[:, None] if advantages.ndim == 1 else advantages     # (B, 1)
+    if len(advantages) != len(mask) or advantages.shape[1] not in (1, mask.shape[1]):
+        raise ValueError(
+            f"advantages must be (B,), (B, 1) or (B, T), got {tuple(advantages.shape)} for (B, T) = "
+            f"{tuple(mask.shape)}; flatten those of compute_group_advantages, (P, G)")
+    # Mask before exp(): padding may hold -inf, and nan * 0 is nan, in the gradient as well.
+    log_ratio = torch.where(mask, logp - old_logp, 0.0)                          # (B, T), 0 on policy
+    loss, clipped = LOSSES[loss_type].per_token(                                 # (B, T) each
+        logp=torch.where(mask, logp, 0.0), log_ratio=log_ratio, advantages=advantages, mask=mask,
+        clip_low=clip_low, clip_high=clip_high, **options,
+    )
+    dropped = too_unlikely(log_ratio, advantages, mask, off_policy_limit)
+    return torch.where(dropped, 0.0, loss), clipped | dropped, log_ratio.detach()
 
 
 def clipped_loss(
@@ -114,19 +174,185 @@ def clipped_loss(
 
         -max(min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A), dual_clip * A if A < 0 else -inf)
 
-    Returns loss and removed, (B, T) each; unused holds what only other losses take.
+    Returns loss and clipped, (B, T) each; unused holds what only other losses take.
     """
     # The gradient is 0 once the ratio has left the interval in the direction of A; a token that moves back
-    # keeps its gradient.
-    # With dual_clip it is 0 as well where a token with a negative advantage has become much more probable.
+    # keeps it. dual_clip removes it as well where a token with A < 0 has become much more probable.
     ratio = log_ratio.clamp(-20, 20).exp()                # at most e^20: inf * 0 would be NaN
     unclipped = ratio * advantages
     gain = torch.minimum(unclipped, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
-    removed = gain < unclipped
+    clipped = gain < unclipped
     if dual_clip < torch.inf:
         floor = torch.where(advantages < 0, dual_clip * advantages, -torch.inf)
-        gain, removed = torch.maximum(gain, floor), removed | (gain < floor)
-    return -gain, removed
+        gain, clipped = torch.maximum(gain, floor), clipped | (gain < floor)
+    return -gain, clipped
+
+
+def too_unlikely(log_ratio: Tensor, advantages: Tensor, mask: Tensor, off_policy_limit: float) -> Tensor:
+    """Select the tokens with negative advantages in completions that have become too unlikely.
+
+        A < 0 and mean(old_logp - logp) > off_policy_limit
+
+    The mean runs over a completion: arXiv:2512.02556 eq. 9. Returns bool, in the shape of advantages.
+    """
+    lengths = mask.sum(dim=1, keepdim=True).clamp(min=1)
+    distance = -log_ratio.detach().sum(dim=1, keepdim=True) / lengths            # (B, 1)
+    return (advantages < 0) & (distance > off_policy_limit)
+
+
+def token_weights(
+    mask: Tensor, aggregation: str = "token_mean", *, group_tokens: Tensor | None = None,
+    max_tokens: int | None = None,
+) -> Tensor:
+    """Compute the factor of each token in the loss of an update: loss = (token_losses * weights).sum().
+
+        token_mean      1 / num_tokens                      tokens weigh the same
+        sequence_mean   1 / length / num_sequences          completions weigh the same
+        prompt_mean     1 / group_tokens / num_prompts      prompts weigh the same
+        constant        1 / (num_sequences * max_tokens)
+
+    Weights are computed once, over all rows of an update, so the losses of micro-batches add up. length is
+    the number of a row's tokens where mask is True, num_tokens that of all rows, num_sequences the number of
+    rows with any. If rows of a group are in another update, the group counts in num_prompts by the share of
+    its tokens that are here.
+
+    mask          (B, T) bool
+    group_tokens  (B, 1) tokens of all completions of the row's prompt; None: the rows are one group
+    max_tokens    the limit of a completion's length; None: T
+    returns       (B, T) float32, 0 where mask is False. All but constant sum to 1
+    """
+    lengths = mask.sum(dim=1, keepdim=True)                                      # (B, 1)
+    num_sequences = (lengths > 0).sum().clamp(min=1)
+    if aggregation == "token_mean":
+        divisor = lengths.sum().clamp(min=1)
+    elif aggregation == "sequence_mean":
+        divisor = lengths.clamp(min=1) * num_sequences
+    elif aggregation == "prompt_mean":
+        group_tokens = (lengths.sum() if group_tokens is None else group_tokens).clamp(min=1)
+        # In float64, so that the order of rows does not matter; on the CPU, since mps has none.
+        num_prompts = (lengths.cpu().double() / group_tokens.cpu()).sum().float().to(mask.device)
+        divisor = group_tokens * torch.where(num_prompts > 0, num_prompts, 1.0)
+    elif aggregation == "constant":
+        divisor = num_sequences * (max_tokens or mask.shape[1])
+    else:
+        raise ValueError(f"{aggregation=} must be token_mean, sequence_mean, prompt_mean or constant")
+    return mask / divisor
+
+
+def weighted_loss(x: Tensor, weights: Tensor) -> Tensor:
+    """Add up x * weights, (B, T) each. Where the weight is 0, x may be -inf or NaN; its gradient may not."""
+    return (torch.where(weights != 0, x, 0.0) * weights).sum()
+
+
+def kl_penalty(
+    logp: Tensor, ref_logp: Tensor, *, estimator: str = "k3", ratio: Tensor | None = None
+) -> Tensor:
+    """Estimate KL(policy || reference) per token, from the tokens that were sampled.
+
+    With x = ref_logp - logp:
+
+        k1   -x
+        k2   x**2 / 2
+        k3   exp(x) - x - 1
+
+    If there is a ratio, the result is multiplied by it.
+
+    logp, ref_logp  (B, T) nats
+    ratio           (B, T) exp(logp - logp before the updates) with its gradient, or None
+    returns         (B, T) nats; k2 and k3 are never negative
+
+    In a loss the gradient counts, not the value. On policy, and on average at each position, it is 0 for k1,
+    the gradient of KL(reference || policy) for k3, and that of KL(policy || reference) for k2 and ratio * k3:
+    pass ratio where the penalty is part of a loss. J. Schulman, "Approximating KL divergence", 2020.
+    """
+    x = ref_logp - logp
+    estimators = {"k1": -x, "k2": x.square() / 2, "k3": torch.expm1(x) - x}
+    if estimator not in estimators:
+        raise ValueError(f"{estimator=} must be one of {', '.join(estimators)}")
+    return estimators[estimator] if ratio is None else ratio * estimators[estimator]
+
+
+def overlong_penalty(lengths: Tensor, *, max_tokens: int, buffer: int) -> Tensor:
+    """Compute what to add to rewards of completions near the limit, linear over the last `buffer` tokens.
+
+        min(0, (max_tokens - buffer - length) / buffer)
+
+    lengths  (B,) tokens, at most max_tokens;  returns (B,), from 0 down to -1 at the limit
+    DAPO's soft overlong punishment, arXiv:2503.14476 eq. 13.
+    """
+    return ((max_tokens - buffer - lengths) / buffer).clamp(max=0)
+
+
+def importance_weights(trainer_logp: Tensor, sampling_logp: Tensor, mask: Tensor, *, cap: float) -> Tensor:
+    """Compute factors of advantages that correct for a sampler, such as vLLM, that computes otherwise.
+
+        min(exp(trainer_logp - sampling_logp), cap)
+
+    A weight is trainer / sampler, at the same parameters; a ratio is policy now / policy before the updates.
+    Weights are not negative, so multiplying the advantages by them multiplies every loss of LOSSES.
+
+    trainer_logp, sampling_logp  (B, T) nats before the first update; anything in padding
+    returns  (B, T) without gradient, 1 in padding. Truncated importance sampling: Ionides 2008, JCGS 17.
+    """
+    return torch.where(mask, trainer_logp - sampling_logp, 0.0).detach().exp().clamp(max=cap)
+
+
+# ---- training with a critic --------------------------------------------------------------------------------
+
+
+def value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, weights: Tensor | None = None, *,
+    clip: float = 0.2,
+) -> Tensor:
+    """Compute the squared error of a critic, clipped to within clip of its values at sampling time.
+
+        0.5 * max((V - R)**2, (clip(V, old_V - c, old_V + c) - R)**2) * weight
+
+    summed over the tokens where mask is True; c is the argument clip.
+
+    values (with gradient), old_values, returns  (B, T): V, old_V, R;  mask  (B, T) bool
+    weights  (B, T) as for policy_loss; None: a mean over tokens
+    returns  a scalar. PPO's value clipping: arXiv:2005.12729 sec. 3.
+    """
+    near = old_values + (values - old_values).clamp(-clip, clip)
+    error = 0.5 * torch.maximum((values - returns).square(), (near - returns).square())
+    return weighted_loss(error, token_weights(mask) if weights is None else weights * mask)
+
+
+def generalized_advantage_estimation(
+    rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float = 0.99, lam: float = 0.95
+) -> tuple[Tensor, Tensor]:
+    """Compute token-level advantages from a critic.
+
+        delta    r + gamma * next_V - V
+        A        delta + gamma * lam * next_A
+        R        A + V
+
+    for every token, from the last to the first; after the last one next_V and next_A are 0.
+
+    rewards, values  (B, T), r and V: V is the reward that is expected before a token
+    mask             (B, T) bool; tokens that the policy did not choose are skipped: next is the next chosen
+    returns          advantages A and value targets R: (B, T), 0 where mask is False; no gradient
+
+    lam=1 gives return minus value, lam=0 the one-step TD error. arXiv:1506.02438 eq. 16.
+    """
+    assert rewards.shape == values.shape == mask.shape, f"{rewards.shape=} {values.shape=} {mask.shape=}"
+    values = values.detach()
+    advantages = torch.zeros_like(values)
+    next_value = torch.zeros_like(values[:, 0])                                  # (B,)
+    next_advantage = torch.zeros_like(values[:, 0])
+    for t in reversed(range(values.shape[1])):
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        advantages[:, t] = torch.where(mask[:, t], delta + gamma * lam * next_advantage, 0.0)
+        next_advantage = torch.where(mask[:, t], advantages[:, t], next_advantage)
+        next_value = torch.where(mask[:, t], values[:, t], next_value)
+    return advantages, torch.where(mask, advantages + values, 0.0)
+
+
+# ---- other losses ------------------------------------------------------------------------------------------
+# token_loss gives each function logp, log_ratio (both 0 where mask is False), advantages, mask, clip_low and
+# clip_high. Parameters after * are options, with bounds in LOSSES; unused holds what only other losses take.
+# Each returns (B, T) the loss, and clipped (bool): its gradient is 0, or the weight of the token is capped.
 
 
 def gspo(
@@ -190,8 +416,8 @@ def dppo(
     """
     ratio = log_ratio.clamp(-20, 20).exp()
     moved = logp.detach().exp() - (logp - log_ratio).detach().exp()
-    removed = advantages.sign() * moved > delta
-    return torch.where(removed, 0.0, -ratio * advantages), removed
+    clipped = advantages.sign() * moved > delta
+    return torch.where(clipped, 0.0, -ratio * advantages), clipped
 
 
 def icepop(
@@ -204,8 +430,8 @@ def icepop(
     One ratio, policy / sampler, takes the place of the paper's two, and of its clip.
     """
     ratio = log_ratio.clamp(-20, 20).exp()
-    removed = (ratio < alpha) | (ratio > beta)
-    return torch.where(removed, 0.0, -ratio * advantages), removed
+    clipped = (ratio < alpha) | (ratio > beta)
+    return torch.where(clipped, 0.0, -ratio * advantages), clipped
 
 
 def sequence_mask(
@@ -218,8 +444,8 @@ def sequence_mask(
     Without the limits the sampler gives its gradient no bias, and a variance that grows with the length.
     """
     product = log_ratio.detach().sum(dim=1, keepdim=True).clamp(-20, 20).exp().expand_as(logp)
-    removed = (product < alpha) | (product > beta)
-    return torch.where(removed, 0.0, -product * advantages * logp), removed
+    clipped = (product < alpha) | (product > beta)
+    return torch.where(clipped, 0.0, -product * advantages * logp), clipped
 
 
 @dataclass(frozen=True)
@@ -232,7 +458,8 @@ class Loss:
     corrects_sampler: bool = False                        # its ratio is policy / sampler already
 
 
-DUAL_CLIP, LIMITS = {"dual_clip": (1.0, torch.inf)}, {"alpha": (0.0, 1.0), "beta": (1.0, torch.inf)}
+DUAL_CLIP = {"dual_clip": (1.0, torch.inf)}
+LIMITS = {"alpha": (0.0, 1.0), "beta": (1.0, torch.inf)}
 TAUS = {"tau_positive": (0.01, 100.0), "tau_negative": (0.01, 100.0)}
 LOSSES = {                      # the keys are the choices of --loss_type
     "dapo": Loss(clipped_loss, "token_mean", DUAL_CLIP),                        # arXiv:2503.14476 eq. 8
@@ -247,221 +474,3 @@ LOSSES = {                      # the keys are the choices of --loss_type
     "sequence_mask": Loss(sequence_mask, "token_mean", LIMITS, corrects_sampler=True),
     "reinforce": Loss(reinforce, "token_mean"),
 }
-
-
-def token_loss(
-    logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor, *, loss_type: str = "dapo",
-    clip_low: float = 0.2, clip_high: float = 0.2, off_policy_limit: float = torch.inf, **options: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the loss of each token, whether its gradient was removed or its weight capped, and log_ratio.
-
-    logp, old_logp, advantages, mask  as for policy_loss
-    clip_low, clip_high  the ratio is clipped to 1 - clip_low ... 1 + clip_high; cispo: the upper limit alone
-    off_policy_limit     nats: see too_unlikely
-    options    of the loss type: the parameters of its function after *, such as dual_clip=3.0 of dapo
-    returns    (B, T) each: loss, in the unit of advantages; bool; logp - old_logp, 0 where mask is False
-    """
-    assert logp.shape == old_logp.shape == mask.shape, f"{logp.shape=} {old_logp.shape=} {mask.shape=}"
-    if loss_type not in LOSSES:
-        raise ValueError(f"unknown {loss_type=}: choose one of {', '.join(LOSSES)}")
-    if unknown := sorted(options.keys() - LOSSES[loss_type].bounds):
-        raise ValueError(f"{loss_type} has no option {unknown}; its options: {[*LOSSES[loss_type].bounds]}")
-    advantages = advantages[:, None] if advantages.ndim == 1 else advantages     # (B, 1)
-    if len(advantages) != len(mask) or advantages.shape[1] not in (1, mask.shape[1]):
-        raise ValueError(
-            f"advantages must be (B,), (B, 1) or (B, T), got {tuple(advantages.shape)} for (B, T) = "
-            f"{tuple(mask.shape)}; flatten those of compute_group_advantages, (P, G)")
-    # Mask before exp(): padding may hold -inf, and nan * 0 is nan, in the gradient as well.
-    log_ratio = torch.where(mask, logp - old_logp, 0.0)                          # (B, T), 0 on policy
-    loss, removed = LOSSES[loss_type].per_token(                                 # (B, T) each
-        logp=torch.where(mask, logp, 0.0), log_ratio=log_ratio, advantages=advantages, mask=mask,
-        clip_low=clip_low, clip_high=clip_high, **options,
-    )
-    dropped = too_unlikely(log_ratio, advantages, mask, off_policy_limit)
-    return torch.where(dropped, 0.0, loss), removed | dropped, log_ratio.detach()
-
-
-def too_unlikely(log_ratio: Tensor, advantages: Tensor, mask: Tensor, off_policy_limit: float) -> Tensor:
-    """Select the tokens with negative advantages in completions that have become too unlikely.
-
-        A < 0 and mean(old_logp - logp) > off_policy_limit
-
-    The mean runs over a completion: arXiv:2512.02556 eq. 9. Returns bool, in the shape of advantages.
-    """
-    lengths = mask.sum(dim=1, keepdim=True).clamp(min=1)
-    distance = -log_ratio.detach().sum(dim=1, keepdim=True) / lengths            # (B, 1)
-    return (advantages < 0) & (distance > off_policy_limit)
-
-
-def token_weights(
-    mask: Tensor, aggregation: str = "token_mean", *, group_tokens: Tensor | None = None,
-    max_tokens: int | None = None,
-) -> Tensor:
-    """Compute the factor of each token in the loss of an update: loss = (token_losses * weights).sum().
-
-        token_mean      1 / num_tokens                      tokens weigh the same
-        sequence_mean   1 / length / num_sequences          completions weigh the same
-        prompt_mean     1 / group_tokens / num_prompts      prompts weigh the same
-        constant        1 / (num_sequences * max_tokens)
-
-    Weights are computed once, over all rows of an update, so the losses of micro-batches add up. length is
-    the number of a row's tokens where mask is True, num_tokens that of all rows, num_sequences the number of
-    rows with any. A group of which some rows are elsewhere counts in num_prompts by its share of tokens here.
-
-    mask          (B, T) bool
-    group_tokens  (B, 1) tokens of all completions of the row's prompt; None: the rows are one group
-    max_tokens    the limit of a completion's length; None: T
-    returns       (B, T) float32, 0 where mask is False. All but constant sum to 1
-    """
-    lengths = mask.sum(dim=1, keepdim=True)                                      # (B, 1)
-    num_sequences = (lengths > 0).sum().clamp(min=1)
-    if aggregation == "token_mean":
-        divisor = lengths.sum().clamp(min=1)
-    elif aggregation == "sequence_mean":
-        divisor = lengths.clamp(min=1) * num_sequences
-    elif aggregation == "prompt_mean":
-        group_tokens = (lengths.sum() if group_tokens is None else group_tokens).clamp(min=1)
-        # In float64, so that the order of rows does not matter; on the CPU, since mps has none.
-        num_prompts = (lengths.cpu().double() / group_tokens.cpu()).sum().float().to(mask.device)
-        divisor = group_tokens * torch.where(num_prompts > 0, num_prompts, 1.0)
-    elif aggregation == "constant":
-        divisor = num_sequences * (max_tokens or mask.shape[1])
-    else:
-        raise ValueError(f"{aggregation=} must be token_mean, sequence_mean, prompt_mean or constant")
-    return mask / divisor
-
-
-def weighted_loss(x: Tensor, weights: Tensor) -> Tensor:
-    """Add up x * weights, (B, T) each. Where the weight is 0, x may be -inf or NaN; its gradient may not."""
-    return (torch.where(weights != 0, x, 0.0) * weights).sum()
-
-
-def policy_loss(
-    logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor, weights: Tensor | None = None, *,
-    loss_type: str = "dapo", **options,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute the loss whose gradient raises the probability of completions with positive advantage.
-
-    logp        (B, T) nats, with gradient;  old_logp  (B, T) nats, anything where mask is False
-    advantages  (B,), (B, 1) or (B, T);      mask      (B, T) bool, True on tokens that the policy chose
-    weights     (B, T) factor of each token's loss: see token_weights; None: those of the loss type, over the
-                rows given
-    loss_type   a key of LOSSES;  options  clip_low, clip_high, off_policy_limit and others: see token_loss
-    returns     loss, a scalar; and statistics (B, T) without gradient, to be averaged over tokens:
-                clip_fraction (1 where the gradient was removed, or the ratio capped), ratio_deviation
-                (|ratio - 1|), approx_kl (ratio - 1 - log ratio, in nats: its mean estimates the KL from the
-                policy that old_logp belongs to)
-    """
-    token_losses, removed, log_ratio = token_loss(                               # (B, T) each
-        logp, old_logp, advantages, mask, loss_type=loss_type, **options)
-    if weights is None:
-        weights = token_weights(mask, LOSSES[loss_type].aggregation)
-    ratio = log_ratio.clamp(-20, 20).exp()                                       # 1 where mask is False
-    return weighted_loss(token_losses, weights), {
-        "clip_fraction": (removed & mask).float(), "ratio_deviation": (ratio - 1).abs(),
-        "approx_kl": ratio - 1 - log_ratio}
-
-
-def kl_penalty(
-    logp: Tensor, ref_logp: Tensor, *, estimator: str = "k3", ratio: Tensor | None = None
-) -> Tensor:
-    """Estimate KL(policy || reference) per token, from the tokens that were sampled.
-
-    With x = ref_logp - logp:
-
-        k1   -x
-        k2   x**2 / 2
-        k3   exp(x) - x - 1
-
-    If there is a ratio, the result is multiplied by it.
-
-    logp, ref_logp  (B, T) nats
-    ratio           (B, T) exp(logp - logp before the updates) with its gradient, or None
-    returns         (B, T) nats; k2 and k3 are never negative
-
-    In a loss the gradient counts, not the value. On policy, and on average at each position, it is 0 for k1,
-    the gradient of KL(reference || policy) for k3, and that of KL(policy || reference) for k2 and ratio * k3:
-    pass ratio where the penalty is part of a loss. J. Schulman, "Approximating KL divergence", 2020.
-    """
-    x = ref_logp - logp
-    estimators = {"k1": -x, "k2": x.square() / 2, "k3": torch.expm1(x) - x}
-    if estimator not in estimators:
-        raise ValueError(f"{estimator=} must be one of {', '.join(estimators)}")
-    return estimators[estimator] if ratio is None else ratio * estimators[estimator]
-
-
-def overlong_penalty(lengths: Tensor, *, max_tokens: int, buffer: int) -> Tensor:
-    """Compute points to add to rewards of completions near the limit, linear over the last `buffer` tokens.
-
-        min(0, (max_tokens - buffer - length) / buffer)
-
-    lengths  (B,) tokens, at most max_tokens;  returns (B,) points, from 0 down to -1 at the limit
-    DAPO's soft overlong punishment, arXiv:2503.14476 eq. 13.
-    """
-    return ((max_tokens - buffer - lengths) / buffer).clamp(max=0)
-
-
-def importance_weights(trainer_logp: Tensor, sampling_logp: Tensor, mask: Tensor, *, cap: float) -> Tensor:
-    """Compute factors of advantages that correct for a sampler, such as vLLM, whose arithmetic differs a
-    little from the trainer's. A weight is trainer / sampler, at the same parameters; a ratio is policy now /
-    policy before the updates. Weights are not negative, so to multiply the advantages by them multiplies
-    every loss of LOSSES.
-
-        min(exp(trainer_logp - sampling_logp), cap)
-
-    trainer_logp, sampling_logp  (B, T) nats before the first update; anything in padding
-    returns  (B, T) without gradient, 1 in padding. Truncated importance sampling: Ionides 2008, JCGS 17.
-    """
-    return torch.where(mask, trainer_logp - sampling_logp, 0.0).detach().exp().clamp(max=cap)
-
-
-# ---- training with a critic --------------------------------------------------------------------------------
-
-
-def value_loss(
-    values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, weights: Tensor | None = None, *,
-    clip: float = 0.2,
-) -> Tensor:
-    """Compute the squared error of a critic, clipped to within clip of its values at sampling time.
-
-        0.5 * max((V - R)**2, (clip(V, old_V - c, old_V + c) - R)**2) * weight
-
-    summed over the tokens where mask is True; c is the argument clip.
-
-    values (with gradient), old_values, returns  (B, T): V, old_V, R;  mask  (B, T) bool
-    weights  (B, T) as for policy_loss; None: a mean over tokens
-    returns  a scalar. PPO's value clipping: arXiv:2005.12729 sec. 3.
-    """
-    near = old_values + (values - old_values).clamp(-clip, clip)
-    error = 0.5 * torch.maximum((values - returns).square(), (near - returns).square())
-    return weighted_loss(error, token_weights(mask) if weights is None else weights * mask)
-
-
-def generalized_advantage_estimation(
-    rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float = 0.99, lam: float = 0.95
-) -> tuple[Tensor, Tensor]:
-    """Compute token-level advantages from a critic.
-
-        delta    r + gamma * next_V - V
-        A        delta + gamma * lam * next_A
-        R        A + V
-
-    for every token, from the last to the first; after the last one next_V and next_A are 0.
-
-    rewards, values  (B, T) points, r and V: V is what is expected before a token
-    mask             (B, T) bool; tokens that the policy did not choose are skipped: next is the next chosen
-    returns          advantages A and returns R: (B, T) points, 0 where mask is False; no gradient
-
-    lam=1 gives return minus value, lam=0 the one-step TD error. arXiv:1506.02438 eq. 16.
-    """
-    assert rewards.shape == values.shape == mask.shape, f"{rewards.shape=} {values.shape=} {mask.shape=}"
-    values = values.detach()
-    advantages = torch.zeros_like(values)
-    next_value = torch.zeros_like(values[:, 0])                                  # (B,)
-    next_advantage = torch.zeros_like(values[:, 0])
-    for t in reversed(range(values.shape[1])):
-        delta = rewards[:, t] + gamma * next_value - values[:, t]
-        advantages[:, t] = torch.where(mask[:, t], delta + gamma * lam * next_advantage, 0.0)
-        next_advantage = torch.where(mask[:, t], advantages[:, t], next_advantage)
-        next_value = torch.where(mask[:, t], values[:, t], next_value)
-    return advantages, torch.where(mask, advantages + values, 0.0)

@@ -30,7 +30,7 @@ MIN_TOKENS_AT_ONCE = 64         # the least n, even above that
 
 @dataclass
 class LogProbs:
-    """Hold results of completion_log_probs in the order of its rows."""
+    """Results of completion_log_probs, a row for each of its rows."""
 
     logp: Tensor                        # (rows, T) nats, with gradient; 0 where completion_mask is False
     entropy: Tensor                     # (rows, T) nats, of the same distribution; 0 there too

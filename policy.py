@@ -36,19 +36,19 @@ class Policy:
     """A model and its tokenizer; while it is trained, with an optimiser and perhaps a value head."""
 
     shares_prompts = False      # a prompt is forwarded once for all its completions
-    same_arithmetic = True      # sample and log_probs agree to the rounding of the model's own forward passes
+    same_arithmetic = True      # sample and log_probs agree but for rounding
     ratio_tolerance = 0.01      # see require_ratios_of_1
 
     def __init__(self, model, tokenizer, *, max_tokens: int = 2048):
         """max_tokens: in a forward pass of training, padding included."""
         self.model, self.tokenizer, self.max_tokens = model, tokenizer, max_tokens
-        self.num_steps = 0                                # of the optimiser, one that has not ended included
+        self.steps_begun = 0                              # of the optimiser, one that raised included
         self.train_with(optimizer=None, scheduler=None)
 
     def train_with(self, optimizer, scheduler, value_head=None) -> None:
         """Set the objects of a training phase. value_head: a module, hidden states (N, H) -> values (N,)."""
         self.optimizer, self.scheduler, self.value_head = optimizer, scheduler, value_head
-        self.losses: list[float] = []                     # of the batches since the last step
+        self.losses: list[float] = []                     # of each forward_backward since the last step
 
     # ---- the four verbs ------------------------------------------------------------------------------------
 
@@ -72,30 +72,31 @@ class Policy:
         rows = torch.arange(len(rollout.completion_ids)) if rows is None else rows
         if not len(rows):
             return LogProbs.of_no_rows(rollout.completion_mask.shape[1])
-        results: dict[str, Tensor] = {}
-        for part, new in self.forward_passes(rollout, rows, reference):
+        shape, results = rollout.completion_mask.shape, {}
+        for part_rows, new in self.forward_passes(rollout, rows, reference):     # in another order than rows
             for name, x in new.computed().items():
-                results.setdefault(name, torch.zeros(rollout.completion_mask.shape))[part] = x.float().cpu()
+                results.setdefault(name, torch.zeros(shape))[part_rows] = x.float().cpu()
         return LogProbs(**{name: x[rows] for name, x in results.items()})
 
     def forward_backward(self, batch, loss_fn: Callable, *, reference=None) -> dict[str, float]:
         """Add the gradient of a loss over the rows of an update to that of the parameters.
 
         batch      a Batch of experience.py
-        loss_fn    loss_fn(new, part) -> (terms, metrics). new: LogProbs (b, T) of some rows, with gradient;
-                   part: the Batch of these rows. terms: scalars by name; their sum over all parts is the
-                   loss. metrics: tensors (b, T), averaged over the tokens that are forwarded, and scalars,
-                   which add up
+        loss_fn    loss_fn(new, part) -> (terms, metrics), called once with no rows and then for each pass
+                     new      LogProbs (b, T) of some rows, with gradient;  part  the Batch of these rows
+                     terms    scalars by name: their sum, added up over all passes, is the loss
+                     metrics  (b, T): averaged over all tokens that are forwarded;  scalars: added up
         reference  another Policy, for new.kl
         returns    total_loss, the terms and the metrics. If nothing is forwarded: terms of 0, metrics of NaN
 
-        A term named policy_loss is proportional to the advantages: if it is the only one, rows whose
-        advantages are 0 have no gradient and are not forwarded.
+        If policy_loss is the only term, rows whose advantages are all 0 are not forwarded: it is proportional
+        to the advantages, so they have no gradient. No other loss may have this name.
         """
-        # The loss of no rows, for the names of its terms and metrics.
+        # The call with no rows tells the names of terms and metrics, before rows are chosen and forwarded.
         no_rows = batch.select(batch.rows[:0])
         terms, metrics = loss_fn(LogProbs.of_no_rows(batch.mask.shape[1]), no_rows)
-        rows = batch.rows_with_gradient(of_policy_loss_alone=terms.keys() == {"policy_loss"})
+        only_policy_loss = terms.keys() == {"policy_loss"}
+        rows = batch.rows_with_gradient(of_policy_loss_alone=only_policy_loss)
         names = list({"total_loss": 0.0, **terms, **metrics})
         sums = self.add_gradients(batch, rows, loss_fn, reference) or [0.0] * len(names)
         results, num_tokens = dict(zip(names, sums, strict=True)), int(batch.mask[rows].sum())
@@ -109,15 +110,15 @@ class Policy:
         """Take a step with the gradient, scaled down to max_grad_norm if it is larger, and clear it.
 
         returns  grad_norm, before scaling, and skipped: 1 if gradient or loss are not finite; then parameters
-                 and learning-rate schedule stay as they were. Parameters without a gradient, or with one of 0
-                 as a whole, stay too
+                 and learning-rate schedule stay as they were. Parameters without a gradient stay too; all of
+                 them, if the whole gradient is 0
         """
         norm = self.clip_gradient(max_grad_norm)
         skipped = not (math.isfinite(norm) and math.isfinite(sum(self.losses)))
         if norm == 0:
             self.optimizer.zero_grad()                    # with zeros, momentum would move the parameters
         if not skipped:
-            self.num_steps += 1
+            self.steps_begun += 1
             self.optimizer.step()
             self.scheduler.step()
         self.clear_gradient()
@@ -129,8 +130,8 @@ class Policy:
         self, rollout: Rollout, rows: Tensor, reference=None
     ) -> Iterator[tuple[Tensor, LogProbs]]:
         """Forward rows in micro-batches. Yield the rows of each, and their LogProbs."""
-        for part in micro_batches(rollout, rows, self.max_tokens):
-            yield part, self.forward(rollout, part, reference)
+        for part_rows in micro_batches(rollout, rows, self.max_tokens):
+            yield part_rows, self.forward(rollout, part_rows, reference)
 
     def forward(self, rollout: Rollout, rows: Tensor, reference=None) -> LogProbs:
         """Compute LogProbs (b, T) of some rows in one pass, with gradient unless it is turned off."""
@@ -140,14 +141,14 @@ class Policy:
     def add_gradients(self, batch, rows: Tensor, loss_fn: Callable, reference) -> list[float]:
         """Forward and backward rows. Return the loss and the values that loss_fn returns, as sums."""
         sums = []
-        for part, new in self.forward_passes(batch.rollout, rows, reference):
-            of_part = batch.select(part, new.logp.device)
-            terms, metrics = loss_fn(new, of_part)
+        for part_rows, new in self.forward_passes(batch.rollout, rows, reference):
+            part = batch.select(part_rows, new.logp.device)
+            terms, metrics = loss_fn(new, part)
             loss = sum(terms.values())
             self.backward(loss)
             values = {"total_loss": loss, **terms, **metrics}.values()
             sums.append(torch.stack([
-                torch.where(of_part.mask, x, 0.0).sum() if x.ndim else x for x in values]).detach())
+                torch.where(part.mask, x, 0.0).sum() if x.ndim else x for x in values]).detach())
         return [sum(column) for column in zip(*(x.tolist() for x in sums), strict=True)]
 
     def backward(self, loss: Tensor) -> None:
@@ -163,9 +164,9 @@ class Policy:
         """Scale the gradient down to max_norm. Return its norm before."""
         return float(torch.nn.utils.clip_grad_norm_(self.parameters, max_norm))
 
-    def clear_gradient(self, set_to_none: bool = True) -> None:
+    def clear_gradient(self) -> None:
         """Clear the gradient, and the losses that it belongs to."""
-        self.optimizer.zero_grad(set_to_none)
+        self.optimizer.zero_grad()
         self.losses = []
 
     # ---- what else a step asks of a policy -----------------------------------------------------------------

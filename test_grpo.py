@@ -383,7 +383,7 @@ def test_micro_batches_add_up_to_the_gradient_of_the_whole(loss_type):
     logp, old_logp, advantages, mask = toy_batch(seed=1)
     policy_loss(logp, old_logp, advantages, mask, loss_type=loss_type)[0].backward()
     whole, logp.grad = logp.grad, None
-    weights = token_weights(mask, LOSSES[loss_type].aggregation)                 # as without weights
+    weights = token_weights(mask, LOSSES[loss_type].aggregation).masked_fill(~mask, 9.0)         # padding does not count
     for rows in torch.tensor([0]), torch.tensor([3, 1, 2]):
         policy_loss(logp[rows], old_logp[rows], advantages[rows], mask[rows], weights[rows], loss_type=loss_type)[0].backward()
     close(logp.grad, whole, 1e-12)
@@ -597,7 +597,7 @@ def test_every_function_but_four_works_copied_alone_into_another_project():
     } | {loss.per_token: lambda f: f(**of_tokens) for loss in LOSSES.values() if loss.per_token is not grpo.gspo}
     functions = {f for f in vars(grpo).values() if inspect.isfunction(f) and f.__module__ == "grpo"}
     assert functions - set(calls) == {policy_loss, token_loss, value_loss, grpo.gspo}
-    imports = re.search(r"below `(.*?)` and `(.*?)` without", " ".join(grpo.__doc__.split())).groups()
+    imports = re.search(r"below `(.*?)` and `(.*?)`; these", " ".join(grpo.__doc__.split())).groups()
     for function, call in calls.items():
         project = {}
         exec("\n".join(imports), project)

@@ -5,22 +5,23 @@ GRPO and supervised training of a language model.
                                                                    start, then GRPO; without downloads
     python train.py --help                                         every flag
 
-Reading order: grpo_training_step, what it calls, then training_loop, which takes the steps. policy.py has the
-policy's four verbs. examples/minimal.py is the same in one short program, with the settings of that command.
+Reading order: examples/minimal.py, the step without options, in one short program; here grpo_training_step,
+what it calls, and training_loop, which takes the steps; policy.py, the policy's four verbs.
 
 Shapes: P prompts, G completions of each, B = P*G rows, b rows of a micro-batch, T completion tokens.
 Units: log-probabilities (logp) and KL in nats; rewards have none.
+    policy         the model that is trained;  reference: another one, which the KL penalty compares it with
     score          weighted sum of what the reward functions give to a completion
     reward         the score after --reward_combination, --reward_clip and --overlong; advantages are
                    computed from it
-    tied           of a group: zero variance, or fewer than two rewards, so that its advantages are 0
+    tied           of a group: its rewards are equal, or fewer than two, so that its advantages are 0
     rollout        completions, and their logp when they were sampled
     experience     a rollout with advantages, old_logp (usually logp when sampled) and the reference's logp
     batch          the rows of one update, with the weight of each token in the loss
-    update         one optimiser step; a training step makes one or several. Flags and numbers of steps
-                   (--max_steps, --eval_steps, step in metrics.jsonl) count updates
+    training step  one rollout, and the updates on it
+    update         one optimiser step. --max_steps, --eval_steps and step in metrics.jsonl count updates:
+                   with --ppo_epochs 2 they rise by 2 in a training step
     phase          grpo, after a supervised cold_start if there is one; or supervised alone
-    policy         the model that is trained;  reference: another one, which the KL penalty compares it with
     run            policy, reference, data, progress, log and checkpoints (runs/run.py)
 """
 
@@ -75,7 +76,7 @@ def grpo_training_step(run: Run, examples: list[dict]) -> tuple[dict, Experience
     started = time.perf_counter()
     groups = sample_groups(run, examples)
     require(groups.rewards.shape == (P, G), f"{groups.rewards.shape=} {P=} {G=}")
-    seconds = {"sampling_seconds": time.perf_counter() - started}
+    sampling_seconds = time.perf_counter() - started
 
     # 2. Compare each completion with the others of its group.
     advantages = group_advantages(groups.rewards, config, progress.mean_reward)  # (P, G)
@@ -86,17 +87,19 @@ def grpo_training_step(run: Run, examples: list[dict]) -> tuple[dict, Experience
 
     # 4. Update the policy: once, or --ppo_epochs times on every minibatch (minibatches yields all epochs).
     updates, loss_fn = [], partial(grpo_loss, config)
-    reference = run.reference if config.exact_kl else None                       # forwarded with the policy
+    forwarded = run.reference if config.exact_kl else None           # a reference in every pass of the policy
     for rows in islice(minibatches(config, P * G, seed_of_order(run)), run.updates_left):
         batch = experience.batch(rows, config.aggregation, max_tokens=config.generation_max_length)
-        results = policy.forward_backward(batch, loss_fn, reference=reference)
-        if not any(update["grad_norm"] for update in updates):    # no gradient yet: the policy that sampled
-            policy.require_ratios_of_1(results | experience.metrics)
-        updates.append(results | policy.optimizer_step(run.config.training.max_grad_norm))
-        progress.count(updates[-1])
-        follow_policy(run, updates[-1])
+        losses = policy.forward_backward(batch, loss_fn, reference=forwarded)
+        if not any(earlier["grad_norm"] for earlier in updates):
+            policy.require_ratios_of_1(losses | experience.metrics)  # it is still the policy that sampled
+        update = losses | policy.optimizer_step(run.config.training.max_grad_norm)
+        updates.append(update)
+        progress.count(update)
+        move_reference(run, update)
 
-    return summarize_groups(groups, experience) | summarize_updates(updates) | seconds, experience
+    metrics = summarize_groups(groups, experience) | summarize_updates(updates)
+    return metrics | {"sampling_seconds": sampling_seconds}, experience
 
 
 def grpo_loss(config: GRPOConfig, new: LogProbs, batch: Batch) -> tuple[dict, dict]:
@@ -108,8 +111,8 @@ def grpo_loss(config: GRPOConfig, new: LogProbs, batch: Batch) -> tuple[dict, di
 
     new      (b, T) log-probabilities, entropy, values, with gradient
     batch    (b, T) what was computed before the updates; weights: the factor of each token in the loss
-    returns  terms, scalars whose sum is the loss; and metrics: tensors (b, T), which are averaged over the
-             tokens that are forwarded, and scalars, which are summed. All are logged
+    returns  terms, scalars whose sum is the loss; and metrics: tensors (b, T), averaged over the tokens that
+             are forwarded, and scalars, added up over the passes. All are logged
     """
     mask, weights = batch.mask, batch.weights
     loss, metrics = policy_loss(
@@ -128,21 +131,24 @@ def grpo_loss(config: GRPOConfig, new: LogProbs, batch: Batch) -> tuple[dict, di
 
 
 def sample_groups(run: Run, examples: list[dict]) -> Groups:
-    """Sample and score a group for each example. --dynamic_sampling replaces tied ones, by new prompts."""
-    def sample(examples: list[dict], attempt: int) -> Groups:
-        config, progress = run.config.grpo, run.progress
-        seeds = [(run.config.training.seed, progress.step, attempt, p) for p in range(len(examples))]
-        groups = sample_and_score(run.policy, examples, seeds, config, **run.scoring)
-        groups = replace(groups, rewards=shape_rewards(config, groups))
-        progress.add_rewards(groups.rewards)              # for --baseline global_mean
-        return groups
-
-    groups = sample(examples, attempt=0)
+    """Sample and score a group for each example. --dynamic_sampling replaces those without signal."""
+    groups = sample_once(run, examples, attempt=0)
     for attempt in range(1, run.config.grpo.dynamic_sampling + 1):               # arXiv:2503.14476 sec. 3.2
-        tied = groups.without_signal(run.config.grpo)     # (P,); after the last attempt they stay
-        if not tied.any():
+        useless = groups.without_signal(run.config.grpo)  # (P,); after the last attempt they stay
+        if not useless.any():
             break
-        groups = groups.replace(tied, sample(run.batches.take(int(tied.sum())), attempt))
+        new_examples = run.batches.take(int(useless.sum()))
+        groups = groups.replace(useless, sample_once(run, new_examples, attempt))
+    return groups
+
+
+def sample_once(run: Run, examples: list[dict], attempt: int) -> Groups:
+    """Sample and score a group for each example, and count its rewards in the mean of the run."""
+    config, progress = run.config.grpo, run.progress
+    seeds = [(run.config.training.seed, progress.step, attempt, p) for p in range(len(examples))]
+    groups = sample_and_score(run.policy, examples, seeds, config, **run.scoring)
+    groups = replace(groups, rewards=shape_rewards(config, groups))
+    progress.add_rewards(groups.rewards)                  # for --baseline global_mean
     return groups
 
 
@@ -152,7 +158,10 @@ def seed_of_order(run: Run) -> int:
 
 
 def group_advantages(rewards: torch.Tensor, config: GRPOConfig, global_mean: float) -> torch.Tensor:
-    """Compute the advantages (P, G), 0 in tied groups. global_mean: of all rewards of the run so far."""
+    """Compute the advantages (P, G), and check that those of a group sum to 0 where its mean is the baseline.
+
+    global_mean  of all rewards of the run so far, for the baseline of that name
+    """
     advantages = compute_group_advantages(
         rewards, baseline=config.baseline, scale=config.scale, global_mean=global_mean)
     if config.baseline in CENTERED_BASELINES:
@@ -161,7 +170,7 @@ def group_advantages(rewards: torch.Tensor, config: GRPOConfig, global_mean: flo
     return advantages
 
 
-def follow_policy(run: Run, update: dict) -> None:
+def move_reference(run: Run, update: dict) -> None:
     """Move the reference, if there is one, towards the policy after an update, as --reference_mode says."""
     config, reference = run.config.grpo, run.reference
     if reference is None:
@@ -179,7 +188,7 @@ def require(condition: bool, message: str) -> None:
 
 
 def supervised_training_step(run: Run, examples: list[dict]) -> tuple[dict, Experience]:
-    """Make demonstrations more likely: one update with the loss -logp, its mean over all tokens."""
+    """Make demonstrations more likely: one update, whose loss is the mean of -logp over all tokens."""
     policy = run.policy
     rollout = demonstrations_as_rollout(policy.model, policy.tokenizer, examples, encode=encode_turns)
     experience = demonstrations_as_experience(examples, rollout)
@@ -217,7 +226,7 @@ def training_loop(run: Run, on_step: Callable | None = None) -> None:
     if run.is_complete():
         return
     with run.started() as stop:
-        for phase in run.phases_left():                   # begins, ends and saves each, and writes final/
+        for phase in run.phases_left():                   # begins, ends and saves each; then writes final/
             take_step = grpo_training_step if phase.name == "grpo" else supervised_training_step
             while True:
                 run.evaluate_if_due()
@@ -226,7 +235,7 @@ def training_loop(run: Run, on_step: Callable | None = None) -> None:
                 stopping = stop.requested()
                 run.save_if_due(stopping)
                 if stopping:
-                    return
+                    return                                # the phase does not end
                 with run.saved_on_error():
                     started = time.perf_counter()
                     metrics, experience = take_step(run, next(run.batches))
@@ -238,12 +247,13 @@ def main(argv: list[str]) -> None:
     """Parse the flags and set up the run; then train, or with --check print its table of rewards."""
     with exit_on_errors("train.py"):
         run = set_up(parse_config(argv))
-        if run.config.training.check:
+        check = run.config.training.check
+        if check:
             from analysis.reward_linter import print_rewards  # here: for this flag alone
 
             print_rewards(run)
-    if not run.config.training.check:
-        with exit_on_errors("train.py", mistakes=()):     # in training a ValueError is a bug
+    if not check:
+        with exit_on_errors("train.py", mistakes=()):     # from here on a ValueError is a bug
             training_loop(run)
     shutdown()
 

@@ -7,10 +7,10 @@ The policy of policy.py on any device, in 16 bits, and over many processes. shar
     memory           when it runs out, the call is repeated with half as many tokens or completions at once
 """
 
+import copy
 import math
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -57,15 +57,18 @@ class DevicePolicy(Policy):
         self, prompts: list, config, seeds: int | Sequence, *, num_completions: int | None = None,
         reply: Callable | None = None,
     ) -> Rollout:
-        """As Policy.sample, for the prompts of this process. reply.restart() is called before a repeat."""
+        """As Policy.sample, for the prompts of this process.
+
+        reply.restart() is called before sampling begins again for want of memory.
+        """
         group_size = num_completions or config.num_completions_per_prompt
         at_once = config.generation_batch_size or len(prompts) * group_size
 
         def attempt(at_once: int) -> Rollout:
             sample_batches = self.sampler.sample if self.sampler else self.sample_batches
-            return sample_batches(
-                prompts, replace(config, generation_batch_size=at_once), seeds, num_completions=group_size,
-                reply=reply)
+            settings = copy.copy(config)                  # of any class; a GRPOConfig is frozen
+            object.__setattr__(settings, "generation_batch_size", at_once)
+            return sample_batches(prompts, settings, seeds, num_completions=group_size, reply=reply)
 
         # Not below a group of the configuration: it would reject the value.
         least = max(group_size, config.num_completions_per_prompt)
@@ -148,7 +151,8 @@ class DevicePolicy(Policy):
 
     def clear_gradient(self) -> None:
         """As Policy.clear_gradient; on XLA to zeros, so that the program stays the same."""
-        super().clear_gradient(set_to_none=self.device.type != "xla")
+        self.optimizer.zero_grad(set_to_none=self.device.type != "xla")
+        self.losses = []
         cut_graph(self.device)
 
     # ---- memory --------------------------------------------------------------------------------------------

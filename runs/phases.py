@@ -30,7 +30,7 @@ class Phase:
     end_accuracy: float = math.inf                        # held-out accuracy that ends the phase
 
     def is_over(self, progress) -> bool:
-        """Return True at the last step, or if the evaluation after a step was good enough (NaN: none)."""
+        """Return True after the last step, or if the evaluation after a step was good enough (NaN: none)."""
         evaluated = progress.evaluated_at == progress.step and progress.phase_step > 0
         return progress.phase_step >= self.steps or (evaluated and progress.accuracy >= self.end_accuracy)
 

@@ -43,12 +43,12 @@ class Progress:
     best_step: int = -1                                   # of the policy in best/; -1: there is none
     best_score: float = -math.inf                         # its held-out score
     skipped: int = 0                                      # steps that were not finite and changed nothing
-    skipped_in_a_row: int = 0                             # of these, the latest without another in between
+    skipped_in_a_row: int = 0                             # of these, the latest in direct succession
     reward_sum: float = 0.0                               # of all completions of the steps so far
     reward_count: int = 0                                 # number of these completions
 
     def count(self, update: dict) -> None:
-        """Count an update. skipped_in_a_row leaves out overflows of float16 that a smaller scale may cure."""
+        """Count an update. An overflow of float16 that a smaller loss scale may cure is not one in a row."""
         self.step, self.phase_step = self.step + 1, self.phase_step + 1
         self.skipped += update["skipped"]
         if not update["skipped"]:
@@ -186,13 +186,13 @@ class Run:
         processes after errors that not all of them raise. The global random generators, which reward
         functions may use, are seeded by the step, so that a repeat draws the same numbers.
         """
-        position, before, begun = self.batches.position, replace(self.progress), self.policy.num_steps
+        position, before, begun = self.batches.position, replace(self.progress), self.policy.steps_begun
         seed_generators(f"{self.config.training.seed} {self.progress.step} {self.folder.ranks.rank}")
         try:
             yield
         except Exception as error:
             on_all_ranks = num_processes() == 1 or isinstance(error, RAISED_BY_ALL)
-            if on_all_ranks and self.progress.step == before.step and self.policy.num_steps == begun:
+            if on_all_ranks and self.progress.step == before.step and self.policy.steps_begun == begun:
                 self.batches.position, self.progress = position, before
                 try:
                     self.save_checkpoint(notify=True)

@@ -77,7 +77,7 @@ def take_step(run, losses):
     """The end of an update with these losses, as in grpo_training_step."""
     update = losses | run.policy.optimizer_step(run.config.training.max_grad_norm)
     run.progress.count(update)
-    train.follow_policy(run, update)
+    train.move_reference(run, update)
     return update
 
 
