@@ -128,16 +128,3 @@ def test_a_teacher_that_reads_other_tokens_is_refused_before_the_policy_is_loade
     monkeypatch.setattr("runs.setup.load_any_policy", lambda *args, **kwargs: pytest.fail("loaded"))
     with pytest.raises(ValueError, match=r"--reference_path=.*other: 2 of 263 tokens are others there \(.* is 10[01] here and 10[01] there\)"):
         set_up(run_of(tmp_path, other))
-
-
-@pytest.mark.parametrize("flags,message", [
-    (dict(use_kl_penalty=False, reward_functions=["correctness"]), "--reference_path=t: nothing is compared with it; add --use_kl_penalty"),
-    (dict(reference_mode="ema"), "--reference_mode=ema: the model of --reference_path stays as it is"),
-    (dict(use_kl_penalty=False, reference_path=""), "--reward_functions=none: nothing would be learned"),
-    (dict(kl_in="reward"), "--reward_functions=none: nothing would be learned"),
-    (dict(reference_path=""), "--reward_functions=none: teaches nothing without a teacher; add --reference_path"),
-    (dict(reference_path="/nowhere"), "--reference_path=/nowhere: no such folder"),
-])
-def test_settings_that_do_not_fit_a_teacher_are_one_line(tmp_path, flags, message):
-    with pytest.raises(ValueError, match=f"^{message}"):
-        set_up(run_of(tmp_path, "t", **flags))

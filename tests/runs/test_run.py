@@ -6,7 +6,7 @@ import random
 import numpy
 import pytest
 import torch
-from conftest import QUICK, assert_same, comparable, ctrl_c_after, exhaustive, run_folder, start_run
+from conftest import assert_same, comparable, ctrl_c_after, exhaustive, run_folder, start_run
 
 import train
 from config import ModelConfig
@@ -134,9 +134,3 @@ def test_the_score_is_what_is_shown_accuracy_or_the_weighted_sum_of_known_points
     points = {"eval_reward/correctness": None, "eval_reward/reasoning_coherence": 0.5, "eval_reward/explanation_quality": 2.0}
     assert held_out_score(run, points | {"eval_accuracy": 0.25}) == 0.25 and held_out_score(run, points) == pytest.approx(0.2 * 0.5 + 0.1 * 2.0)
     assert numpy.isnan(held_out_score(run, dict.fromkeys(points))) and numpy.isnan(held_out_score(start_run(tmp_path), points))
-
-
-def test_without_held_out_problems_there_is_no_best_policy(tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        train.main([*QUICK, "--use_grpo", "--keep_best", "--eval_limit", "0", "--max_steps", "1", "--output_dir", str(tmp_path / "run")])
-    assert capsys.readouterr().err.splitlines()[-1].endswith("--keep_best: needs held-out problems: an --eval_limit above 0, or a larger file")
