@@ -236,6 +236,12 @@ def run_folder(path, *flags):
     return path
 
 
+def num_steps(folder):
+    """The number of lines of metrics.jsonl so far."""
+    path = folder / "metrics.jsonl"
+    return path.read_text().count("\n") if path.exists() else 0
+
+
 @contextmanager
 def ctrl_c_after(step, where="log_step"):
     """Press Ctrl-C when a run has logged this step, or its evaluation."""

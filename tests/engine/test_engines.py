@@ -174,10 +174,3 @@ def test_prompts_are_shared_where_that_saves_a_fifth_of_the_tokens(prompt, copie
     config = GRPOConfig(num_completions_per_prompt=copies, generation_max_length=limit)
     shared, plain = prompt + copies * limit, copies * (prompt + limit)
     assert saves_tokens(prompt, config) == saves == (1 - shared / plain > 0.2)
-
-
-@pytest.mark.slow
-def test_auto_is_plain_for_short_prompts_and_shared_for_long_ones(tmp_path):
-    for limit, engine in (40, Policy), (8, Shared):
-        run = set_up(settings_of_run(tmp_path / str(limit), generation_max_length=limit))
-        assert type(run.policy) is engine
