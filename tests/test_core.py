@@ -9,11 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from project_files import ROOT
 
 from config import ModelConfig
 from model import load_policy
 
-ROOT = Path(__file__).parents[1]
 CORE = ["policy", "grpo", "logprobs", "sample", "rewards", "data", "guards", "model", "experience", "config"]
 LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "transformers", "tokenizers"}
 

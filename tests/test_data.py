@@ -2,7 +2,6 @@
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +13,6 @@ from runs.setup import load_data
 from sources.training_data import instructed
 from sources import load_examples
 
-GSM8K = Path(__file__).parents[1] / "../shared/data/gsm8k"
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"

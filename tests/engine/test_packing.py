@@ -1,4 +1,4 @@
-"""Packing: blocks of similar rows, micro-batches within a budget. What a pass computes: test_prefix_attention.py."""
+"""Packing: blocks of similar rows, micro-batches within a budget. See also test_prefix_attention.py."""
 
 from collections import Counter
 

@@ -1,7 +1,6 @@
 """
-Reward functions with the signatures and the habits of published ones, with bodies of our own: what test_calling.py does
-not do to functions. The data has the columns prompt (chat messages), solution, answer, verification_info, data_source
-and extra_info.
+Reward functions with signatures and habits of published ones that test_calling.py does not have, with bodies
+of our own. Columns: prompt (chat messages), solution, answer, verification_info, data_source and extra_info.
 """
 
 import asyncio

@@ -11,7 +11,7 @@ from reward_functions.loading import load_reward_function, require_columns
 
 FILE = Path(__file__).with_name("foreign_rewards.py")
 ROW = {
-    "prompt": [{"role": "system", "content": "Answer."}, {"role": "user", "content": "6+1=?"}], "answer": "7", "solution": "7",
+    "prompt": [{"role": "user", "content": "6+1=?"}], "answer": "7", "solution": "7",
     "verification_info": {"language": "e", "inputs": [1, 2]}, "data_source": "openai/gsm8k",
 }
 OTHER = ROW | {"answer": "x", "solution": "x"}

@@ -11,13 +11,14 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 import torch
 from conftest import (
-    QUICK, assert_same, assert_same_to_rounding, comparable, ctrl_c_after, length_reward, num_steps, run_folder,
+    QUICK, assert_same, assert_same_to_rounding, comparable, ctrl_c_after, length_reward, num_steps,
+    run_folder,
 )
+from project_files import ROOT
 from forked import Program, Ranks
 
 import analysis.evaluation
@@ -32,7 +33,6 @@ from runs.errors import StopOnSignal, exit_on_errors
 from runs.folder import read_jsonl
 from runs.setup import set_up
 
-ROOT = Path(__file__).parents[2]
 FLAGS = "--use_grpo --max_steps 4 --save_steps 1 --learning_rate 1e-3 --keep_checkpoints 3".split()
 OUT_OF_MEMORY = (
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nDetails"),

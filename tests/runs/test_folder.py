@@ -196,11 +196,6 @@ def test_a_service_gets_every_number_once_and_continues_after_a_resume(tmp_path,
     assert calls.inits[2]["name"] != first["name"], "another run of the same folder name is another run"
 
 
-def test_a_tracker_that_is_not_there_is_one_line(tmp_path):
-    with pytest.raises(ValueError, match="--report_to=wandb: is not installed; pip install it"):
-        RunFolder(parse_config(["--report_to", "wandb", "--output_dir", str(tmp_path)]), Ranks())
-
-
 def test_tensorboard_events_after_the_checkpoint_are_replaced_when_a_run_resumes(tmp_path):
     for last_step, value in (0, 1.0), (2, 2.0):
         log, close = open_tracker("tensorboard", tmp_path, {}, last_step)
