@@ -42,6 +42,12 @@ def test_a_file_may_have_sections_or_not_and_must_be_an_object(tmp_path):
     assert read_settings(file) == {"seed": 1}
 
 
+def test_a_run_that_is_resumed_gives_its_settings_and_flags_override_them(tmp_path):
+    (tmp_path / "config.json").write_text('{"training": {"seed": 1, "batch_size": 3}}')
+    flags = complete({"resume": True, "output_dir": str(tmp_path), "seed": 2})
+    assert flags == {"resume": True, "output_dir": str(tmp_path), "seed": 2, "batch_size": 3}, "and no profile"
+
+
 def test_constants_of_other_systems_are_accepted_with_their_value(tmp_path):
     file = tmp_path / "settings.json"
     file.write_text('{"grpo": {"advantage_epsilon": 1e-8}, "value_clip": 0.2, "seed": 1}')
