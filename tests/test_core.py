@@ -9,10 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from project_files import ROOT
 
 from config import ModelConfig
-from model import load_policy
+from model import ValueHead, load_policy
 
 CORE = ["policy", "grpo", "logprobs", "sample", "rewards", "data", "guards", "model", "experience", "config"]
 LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "transformers", "tokenizers"}
@@ -42,6 +43,10 @@ def test_core_files_import_core_files_and_libraries_alone():
 def test_what_the_core_cannot_load_is_refused_in_one_line(options, message):
     with pytest.raises(ValueError, match=f"^{message}.*$"):
         load_policy(ModelConfig(**options))
+
+
+def test_values_are_0_before_a_value_head_is_trained():
+    assert ValueHead(128)(torch.ones(2, 128)).tolist() == [0.0, 0.0]
 
 
 def run(folder: Path, *command: str) -> None:

@@ -43,7 +43,7 @@ def test_overlong_completions_are_kept_left_out_or_penalised(base):
     shaped = rewards + torch.tensor([min(0.0, (20 - 4 - int(n)) / 4) for n in lengths]).view(4, 4)
     assert (shaped < rewards).any()
     assert_advantages(penalised, shaped - shaped.mean(dim=1, keepdim=True))
-    for limit, expected in (20, [0.0, -0.25, -0.5, -0.75, -1.0]), (4, [0.0, 0.0, 0.0, -1.0]):  # the buffer: 4, 1
+    for limit, expected in (20, [0.0, -0.25, -0.5, -0.75, -1.0]), (4, [0.0, 0.0, 0.0, -1.0]):  # buffers: 4, 1
         lengths = limit + 1 - torch.arange(len(expected), 0, -1)
         longest = replace(rollout, completion_mask=torch.arange(limit) < lengths[:, None])
         settings = GRPOConfig(generation_max_length=limit, overlong="penalise")

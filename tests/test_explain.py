@@ -17,9 +17,6 @@ from runs.command_line import parse_config
 from runs.setup import set_up
 
 
-STOP = 1                        # of the built-in tokenizer
-
-
 def reward_file(folder, body):
     (folder / "points.py").write_text(f"def points(completions, **columns):\n    return [{body} for c in completions]\n")
     return f"{folder}/points.py:points"
@@ -112,7 +109,7 @@ def test_every_table_by_hand(tmp_path, capsys, tables):
     logp = [whole.sampling_logp[row][whole.completion_mask[row]] for row in rows]
     assert lines == [
         [str(g), repr(texts[g]), str(len(logp[g])), f"{sum(logp[g].tolist()):.3f} nat",
-         "itself" if STOP in whole.completion_ids[row].tolist() else "at the limit"]
+         "itself" if run.policy.tokenizer.eos_token_id in whole.completion_ids[row] else "at the limit"]
         for g, row in enumerate(rows)]
 
     head, lines = tables["2"]

@@ -46,10 +46,7 @@ def accelerator(monkeypatch):
     torch.set_float32_matmul_precision(before)
 
 
-KINDS = None, "cuda", "mps", "xpu"
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [None, "cuda", "mps", "xpu"])
 def test_the_gpu_that_torch_reports_is_used_unless_the_cpu_is_wanted_and_cuda_multiplies_in_tf32(accelerator, kind):
     accelerator(kind)
     before = torch.get_float32_matmul_precision()
