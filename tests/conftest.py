@@ -20,7 +20,7 @@ from transformers import (
 )
 
 import train
-from config import GRPOConfig, ModelConfig
+from config import Config, GRPOConfig, ModelConfig
 from data import Batches
 from engine import make_engine
 from engine.models import make_reference, load_any_policy, save_any_policy
@@ -234,6 +234,20 @@ def read_programs(name):
 def run_folder(path, *flags):
     train.main([*QUICK, "--output_dir", str(path), *flags])
     return path
+
+
+def quick_config(folder, **flags):
+    """The settings of a short run of GRPO alone, on the built-in model."""
+    quick = dict(
+        use_grpo=True, cold_start_steps=0, max_steps=2, batch_size=4, generation_max_length=8, save_steps=1,
+        eval_steps=0, eval_limit=4, log_rollouts_every=1, report_to="none", output_dir=str(folder))
+    return Config.from_profile("demo", **quick | flags)
+
+
+def num_steps(folder):
+    """The number of lines of metrics.jsonl so far."""
+    path = folder / "metrics.jsonl"
+    return path.read_text().count("\n") if path.exists() else 0
 
 
 @contextmanager

@@ -28,11 +28,3 @@ def test_the_order_depends_on_seed_and_position_alone():
         batches = Batches(list(range(7)), batch_size=3, seed=seed)
         batches.position = 12                             # the whole state
         assert [e for _ in range(3) for e in next(batches)] == list(as_it_always_was(seed))[12:]
-
-
-def test_without_shuffling_each_epoch_has_the_rows_as_they_come_wherever_it_is_resumed():
-    batches = Batches(list("abcde"), batch_size=3, seed=1, shuffle=False)
-    assert ["".join(next(batches)) for _ in range(4)] == ["abc", "dea", "bcd", "eab"]
-    again = Batches(list("abcde"), batch_size=3, seed=2, shuffle=False)
-    again.position = 9
-    assert "".join(next(again)) == "eab" and again.position == batches.position

@@ -3,11 +3,9 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).parents[1]
+from project_files import ROOT
 
 
 @pytest.mark.slow

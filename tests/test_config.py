@@ -8,7 +8,6 @@ import pytest
 
 import train
 from config import PROFILES, Config, GRPOConfig, TrainingConfig
-from grpo import LOSSES, Loss
 from runs import phases
 from runs.command_line import parse_config
 from sources.settings import resumed
@@ -41,24 +40,6 @@ def test_validate_grpo_setup_requires_a_tokenizer_and_prompts(tokenizer):
         with pytest.raises(ValueError):
             train.validate_grpo_setup(config, *bad)
     assert config == train.Config(train.ModelConfig(), train.DataConfig(), train.GRPOConfig(), train.TrainingConfig())
-
-
-def test_a_script_adds_a_loss_and_its_options_are_checked_like_others():
-    def capped(log_ratio, advantages, *, cap=2.0, **unused):
-        return -log_ratio.exp().clamp(max=cap) * advantages, log_ratio.exp() > cap
-
-    LOSSES["capped"] = Loss(capped, "token_mean", {"cap": (1.0, 10.0)})
-    try:
-        config = Config.of(use_grpo=True, loss_type="capped", loss_options={"cap": 3}, ppo_epochs=2)
-        assert config.grpo.loss_arguments == dict(loss_type="capped", clip_low=0.2, clip_high=0.2, cap=3.0)
-        saved = {name: value for section in config.as_dict().values() for name, value in section.items()}
-        assert Config.of(**saved) == config and json.loads(json.dumps(config.as_dict()))["grpo"]["loss_options"] == ["cap=3"]
-        with pytest.raises(ValueError, match=r"--loss_options=cap=30: capped takes cap from 1 to 10, off_policy_limit from 0 to inf, as name=number"):
-            Config.of(use_grpo=True, loss_type="capped", loss_options=["cap=30"])
-    finally:
-        del LOSSES["capped"]
-    with pytest.raises(ValueError, match="--loss_type=capped: choose one of dapo, grpo"):
-        Config.of(use_grpo=True, loss_type="capped")
 
 
 def test_compatible_flags_are_not_rejected():

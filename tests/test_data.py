@@ -2,19 +2,17 @@
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 
 import data
-from data import encode_completion, encode_prompt
+from data import encode_prompt
 from model import byte_tokenizer
 from runs.command_line import parse_config
 from runs.setup import load_data
 from sources.training_data import instructed
 from sources import load_examples
 
-GSM8K = Path(__file__).parents[1] / "../shared/data/gsm8k"
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -100,13 +98,6 @@ def test_bos_comes_once_with_and_without_a_chat_template(tokenizer, chat_tokeniz
     assert chat_tokenizer.decode(encode_prompt(chat_tokenizer, messages)[1:]) == "<system>s<end>\n<user>u<end>\n<assistant>"
     assert tokenizer.decode(encode_prompt(tokenizer, messages)[1:]) == "system: s\nuser: u\nassistant: "
     assert encode_prompt(tokenizer, [5, 6, 7]) == [5, 6, 7]
-
-
-def test_a_demonstration_ends_with_one_stop_token(tokenizer, chat_tokenizer):
-    assert encode_completion(tokenizer, "ab", [1]) == [*tokenizer("ab", add_special_tokens=False).input_ids, 1]
-    end = chat_tokenizer.convert_tokens_to_ids("<end>")
-    expected = [*chat_tokenizer("ab", add_special_tokens=False).input_ids, end]
-    assert encode_completion(chat_tokenizer, "ab", [1, end]) == expected, "the template's own end of turn"
 
 
 def test_a_template_that_refuses_a_prompt_says_so_in_one_line(chat_tokenizer):

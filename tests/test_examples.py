@@ -8,10 +8,10 @@ import re
 import runpy
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from conftest import exhaustive
+from project_files import ROOT
 
 import train
 from analysis.reward_linter import lint
@@ -22,8 +22,7 @@ from rewards import correctness
 from sources import load_examples
 from runs.command_line import parse_config
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
-SITUATIONS = ["demo", "gsm8k_lora", "ema_reference"]
+EXAMPLES = ROOT / "examples"
 ROWS = [
     {"question": f"Tom has {n} apples and buys {n}. How many?", "answer": f"{n}+{n}=<<{n}+{n}={2 * n}>>{2 * n}\n#### {2 * n}"}
     for n in range(1, 13)

@@ -3,13 +3,13 @@
 import importlib.util
 import inspect
 import math
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from project_files import ROOT
 
-FOLDER = Path(__file__).parents[1] / "docs/exercises"
+FOLDER = ROOT / "docs/exercises"
 
 
 def module_of(name):

@@ -43,13 +43,12 @@ def test_overlong_completions_are_kept_left_out_or_penalised(base):
     shaped = rewards + torch.tensor([min(0.0, (20 - 4 - int(n)) / 4) for n in lengths]).view(4, 4)
     assert (shaped < rewards).any()
     assert_advantages(penalised, shaped - shaped.mean(dim=1, keepdim=True))
-    every_length = replace(rollout, completion_mask=torch.arange(20) < torch.arange(5, 21)[:, None])
-    settings = with_settings(base, generation_max_length=20, overlong="penalise").config.grpo
-    expected = [0.0] * 12 + [-0.25, -0.5, -0.75, -1.0]    # the buffer is a fifth of the limit
-    torch.testing.assert_close(shaped_rewards(settings, torch.zeros(4, 4), rollout=every_length).flatten(), torch.tensor(expected))
-    short = replace(settings, generation_max_length=4)
-    four = replace(rollout, completion_mask=torch.arange(4) < torch.arange(1, 5)[:, None])
-    assert shaped_rewards(short, torch.zeros(1, 4), rollout=four).tolist() == [[0.0, 0.0, 0.0, -1.0]], "a buffer of one token"
+    for limit, expected in (20, [0.0, -0.25, -0.5, -0.75, -1.0]), (4, [0.0, 0.0, 0.0, -1.0]):  # buffers: 4, 1
+        lengths = limit + 1 - torch.arange(len(expected), 0, -1)
+        longest = replace(rollout, completion_mask=torch.arange(limit) < lengths[:, None])
+        settings = GRPOConfig(generation_max_length=limit, overlong="penalise")
+        found = shaped_rewards(settings, torch.zeros(1, len(expected)), rollout=longest)
+        torch.testing.assert_close(found, torch.tensor([expected]))
 
 
 def assert_advantages(experience, expected):

@@ -7,6 +7,7 @@ import statistics
 
 import pytest
 import torch
+from test_data import write_lines
 
 import infer
 import sample
@@ -19,11 +20,6 @@ from engine.models import load_any_policy
 from runs import groups
 from environments.messages import encode_reply
 from runs.console import held_out_text
-
-
-def write_lines(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
 
 
 def script_tokens(monkeypatch, tokenizer, *turns):

@@ -13,7 +13,7 @@ import logprobs
 from engine import chunked_head, make_engine, shared as shared_engine
 from config import GRPOConfig
 from engine.recomputation import recompute_activations
-from logprobs import completion_lengths, completion_log_probs, in_chunks, micro_batches, restrict_logits
+from logprobs import completion_log_probs, in_chunks, micro_batches, restrict_logits
 from engine.models import make_reference
 from sample import sample_completions_for_prompts
 
@@ -84,11 +84,6 @@ def test_a_pass_has_no_column_after_its_longest_row(model, monkeypatch):
     completion_log_probs(model, rollout)
     completion_log_probs(model, rollout, torch.tensor([3, 1]))
     assert shapes == [(4, 9), (2, 5)]
-
-
-def test_a_completion_ends_with_the_policys_last_token_and_has_the_environments_before_it():
-    mask = torch.tensor([[True, False, True, False], [False] * 4, [True] * 4])
-    assert completion_lengths(mask).tolist() == [3, 0, 4]
 
 
 def test_the_head_sees_few_tokens_at_once_and_again_backward():

@@ -105,16 +105,16 @@ def test_the_reference_is_the_adapter_as_it_was(saved, tmp_path, settings, engin
 
 
 @pytest.mark.slow
-def test_a_run_with_an_adapter_resumes_and_is_evaluated(tmp_path, capsys):
+def test_a_run_with_an_adapter_is_moved_resumed_and_evaluated(tmp_path, capsys):
     flags = (
         "--use_grpo --max_steps 4 --cold_start_steps 2 --lora_rank 4 --save_steps 1 --use_kl_penalty true "
         "--kl_estimator exact"
     )
     whole = run_folder(tmp_path / "whole", *flags.split())
     assert any(line.get("kl", 0) > 0 for line in read_jsonl(whole / "metrics.jsonl"))
-    folder = tmp_path / "stopped"
     with ctrl_c_after(4):
-        run_folder(folder, *flags.split())
+        stopped = run_folder(tmp_path / "stopped", *flags.split())
+    folder = stopped.rename(tmp_path / "moved")           # with base/, the built-in model
     train.main(["--output_dir", str(folder), "--resume"])
     assert comparable(folder) == comparable(whole)
     final = folder / "final"
@@ -123,6 +123,7 @@ def test_a_run_with_an_adapter_resumes_and_is_evaluated(tmp_path, capsys):
     evaluation = "--evaluate arithmetic --limit 8 --generation_max_length 8".split()
     infer.main(["--model_path", str(final), *evaluation])
     evaluated = capsys.readouterr().out
+    final = folder.rename(stopped) / "final"              # where peft itself finds the base
     AutoPeftModelForCausalLM.from_pretrained(final).merge_and_unload().save_pretrained(tmp_path / "merged")      # as in docs/scale.md
     AutoTokenizer.from_pretrained(final).save_pretrained(tmp_path / "merged")
     infer.main(["--model_path", str(tmp_path / "merged"), *evaluation])

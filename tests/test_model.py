@@ -7,11 +7,11 @@ import pickle
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from conftest import ARCHITECTURES, PROMPTS, WITH_TOWERS
+from project_files import ROOT
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -194,5 +194,5 @@ def test_a_hub_id_is_loaded_from_the_cache_of_the_hub(tmp_path, tokenizer):
     (tmp_path / "models--own--model/refs/main").write_text("a" * 40)
     words = [sys.executable, "infer.py", *"--question 1+1=? --generation_max_length 4 --model_path own/model".split()]
     environment = os.environ | {"HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(words, cwd=Path(__file__).parents[1], env=environment, capture_output=True, text=True)
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

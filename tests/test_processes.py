@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from project_files import ROOT
 
 import train
 from conftest import (
@@ -34,7 +35,6 @@ from runs.checkpoint import latest_checkpoint
 from runs.folder import read_jsonl
 from sample import concatenate
 
-ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.slow
 
 

@@ -3,11 +3,11 @@
 import importlib.util
 import math
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from project_files import ROOT
 
 import rewards
 from config import GRPOConfig
@@ -21,7 +21,7 @@ from rewards import compute_rewards_for_completions
 needs_math_verify = pytest.mark.skipif(
     importlib.util.find_spec("math_verify") is None or sys.platform != "linux", reason="needs math-verify and a sandbox"
 )
-GSM8K = Path(__file__).parents[1] / "../shared/data/gsm8k"
+GSM8K = ROOT / "../shared/data/gsm8k"
 NAN = math.nan
 GOLD = "<reasoning>7+5=12 4+8+1=13</reasoning><answer>132</answer>"
 
@@ -36,9 +36,6 @@ GOLD = "<reasoning>7+5=12 4+8+1=13</reasoning><answer>132</answer>"
         ("<answer><answer>132</answer></answer>", "132", 0.0),
         ("<answer>131</answer><answer>132</answer>", "132", 0.0),
         ("<answer>$132.</answer>", "132", 1.0),
-        ("<answer>Paris</answer>", "paris", 1.0),
-        ("<answer>131</answer>", "132", 0.0),
-        ("<answer>1,32</answer>", "132", 0.0),
         ("", "132", 0.0),
         (GOLD, None, None),
         ("<answer></answer>", "", None),
@@ -87,8 +84,10 @@ def test_explanation_quality(reasoning, points):
 @pytest.mark.skipif(not GSM8K.exists(), reason="no ../shared/data/gsm8k")
 @pytest.mark.filterwarnings("ignore:.*left out 1 of")
 def test_every_gold_answer_of_gsm8k_is_right_and_its_successor_wrong():
-    answers = [example["answer"] for example in load_examples(str(GSM8K / "train.jsonl"))]
-    assert len(answers) >= 7472
+    examples = load_examples(str(GSM8K / "train.jsonl"))
+    answers, texts = ([example[name] for example in examples] for name in ("answer", "completion"))
+    assert len(answers) >= 7472 and not any("<<" in text or "####" in text for text in texts)
+    assert set(rewards.correctness(texts, answer=answers)) == set(rewards.reasoning_coherence(texts)) == {1.0}
     for spell in (str, lambda a: f"${a}.00", lambda a: f"{int(a):,}"):
         assert set(rewards.correctness([f"<answer>{spell(a)}</answer>" for a in answers], answer=answers)) == {1.0}
     gold = [f"<reasoning>x</reasoning><answer>{a}</answer>" for a in answers]

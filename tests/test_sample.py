@@ -20,6 +20,7 @@ from environments.conversations import sample_with_environment
 from experience import Groups
 from logprobs import distribution_of, restrict_logits
 from model import byte_tokenizer
+from reward_functions.calling import Reports
 from sample import (
     Rollout, concatenate, decode_completion, demonstrations_as_rollout, left_pad, make_rollout, pad_rows,
     sample_completions_for_prompts, sample_inverse_cdf, select, stop_token_ids, uniform_streams,
@@ -220,9 +221,13 @@ def test_rollouts_are_joined_and_groups_selected_as_if_sampled_so(with_turns):
     assert joined.completions == ["100-4", "100-1", "100-2", "100-2", "200-6", "200-3"]
     chosen = select(joined, torch.tensor([False, True, True]))
     scores = torch.arange(6.0).view(3, 2)
-    groups = Groups([{"prompt": p} for p in range(3)], joined, scores, {"r": -scores}, scores, extra=list("abcdef"))
-    replaced = groups.replace(torch.tensor([True, False, False]), groups.select(torch.tensor([False, False, True])))
+    fields = [{"prompt": p} for p in range(3)], joined, scores, {"r": -scores}, scores, list("abcdef")
+    groups, new = (Groups(*fields, Reports(failures=[name])) for name in ("old", "new"))
+    last = new.select(torch.tensor([False, False, True]))
+    replaced = groups.replace(torch.tensor([True, False, False]), last)
     assert [example["prompt"] for example in replaced.examples] == [1, 2, 2] and replaced.extra == list("cdefef") and replaced.replaced == 1
+    assert replaced.reports.failures == ["old", "new"] and groups.reports.failures == ["old"]
+    assert groups.extra == list("abcdef")
     assert replaced.scores.tolist() == (-replaced.per_function["r"]).tolist() == [[2, 3], [4, 5], [4, 5]]
     for part in joined, chosen, replaced.rollout:
         assert type(part) is Traced and part.distribution == {"top_k": 5} and part.notes == [[text] for text in part.completions]

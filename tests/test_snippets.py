@@ -3,14 +3,13 @@
 import re
 import sys
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from project_files import ROOT
 
 from config import ModelConfig
 
-ROOT = Path(__file__).parents[1]
 AT_THE_TOP = "README.md", "AGENTS.md", "CONTRIBUTING.md", "CHANGELOG.md"
 PAGES = [*(ROOT / name for name in AT_THE_TOP), *sorted((ROOT / "docs").glob("*.md"))]
 

@@ -2,15 +2,15 @@
 
 import re
 import runpy
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from project_files import ROOT
 
 from grpo import LOSSES, compute_group_advantages
 
-table = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "docs/truth_table.py")))
+table = SimpleNamespace(**runpy.run_path(str(ROOT / "docs/truth_table.py")))
 P, TRUE = table.P, table.P * (1 - table.P)
 
 
@@ -42,7 +42,7 @@ def test_a_hundred_thousand_sampled_groups_agree_within_their_error(baseline, sc
 
 
 def test_the_page_has_its_figures():
-    page = (Path(__file__).parents[1] / "docs/algorithm.md").read_text().partition("### Which one?")[2].partition("\n## ")[0]
+    page = (ROOT / "docs/algorithm.md").read_text().partition("### Which one?")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| scale (\w+) \| (\d+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|", page, re.M)
     assert len(rows) == 6
     for scale, G, rare, sure, noise in rows:

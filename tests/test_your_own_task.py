@@ -4,15 +4,14 @@ import contextlib
 import io
 import re
 import runpy
-from pathlib import Path
 
 import pytest
+from project_files import ROOT
 
 import infer
 
 import train
 
-ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/your-own-task.md").read_text()
 FILES = dict(re.findall(r"```python\n# (\S+)\n(.*?)```", PAGE, flags=re.DOTALL))
 COMMANDS = re.findall(r"^ {4}python (\S+) ?(.*)$", PAGE.replace("\\\n        ", ""), flags=re.MULTILINE)

@@ -137,11 +137,6 @@ def test_tokens_are_read_with_the_final_model_else_the_newest_checkpoint_else_th
     assert loaded == [str(begun), str(folder / "checkpoints/step-00000010"), str(folder / "final")]
 
 
-def test_without_a_tokenizer_the_page_has_texts_and_no_numbers_of_tokens(tmp_path):
-    page = Page(write_report(fake_run(tmp_path / "run", flags=["--model_path", "some/model"])))
-    assert page.tokens[-1][:2] == ("answer 02 of step 2", "")
-
-
 def test_tokens_have_their_text_with_the_space_they_begin_with(tmp_path):
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

@@ -1,10 +1,10 @@
 """The linter finds the flaws it looks for, among them those of published rewards."""
 
 import re
-from pathlib import Path
 
 import pytest
 from conftest import QUICK
+from project_files import ROOT
 
 import train
 from analysis.reward_linter import EXAMPLES, completions_of, lint
@@ -13,7 +13,6 @@ from reward_functions.loading import load_reward_function
 from rewards import correctness
 from sources import load_examples
 
-ROOT = Path(__file__).parents[2]
 SUMS = load_examples("arithmetic", limit=4)
 
 

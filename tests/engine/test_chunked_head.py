@@ -2,10 +2,10 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from project_files import ROOT
 
 from engine import chunked_head
 from logprobs import restrict_logits
@@ -69,6 +69,6 @@ parts = HeadLogProbs.apply(hidden, weight, None, torch.arange(24 * 128), lambda 
 parts[0].sum().backward()
 print(peak() - before)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-2000:]
     assert float(done.stdout) < 16 * 15, f"{float(done.stdout):.0f} MB more for logits of 16 MB a chunk"

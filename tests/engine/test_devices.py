@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from project_files import ROOT
 
 from engine import devices, ranks
 from engine.precision import resolve_precision
@@ -45,10 +46,7 @@ def accelerator(monkeypatch):
     torch.set_float32_matmul_precision(before)
 
 
-KINDS = None, "cuda", "mps", "xpu"
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [None, "cuda", "mps", "xpu"])
 def test_the_gpu_that_torch_reports_is_used_unless_the_cpu_is_wanted_and_cuda_multiplies_in_tf32(accelerator, kind):
     accelerator(kind)
     before = torch.get_float32_matmul_precision()
@@ -114,7 +112,7 @@ def test_threads_stay_where_the_load_of_the_cores_is_not_known(monkeypatch, meas
 def test_the_script_without_torch_xla_ends_with_one_line(tmp_path):
     env = {name: value for name, value in os.environ.items() if name != "PJRT_DEVICE"}
     env |= {"PYTHON": sys.executable, "XLA_PERSISTENT_CACHE_PATH": str(tmp_path / "cache")}
-    script, flags = Path(__file__).parents[2] / "run_tpu_training.sh", ["--use_grpo", "--output_dir", str(tmp_path / "run")]
+    script, flags = ROOT / "run_tpu_training.sh", ["--use_grpo", "--output_dir", str(tmp_path / "run")]
     done = subprocess.run([script, *flags], env=env, cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1) and not (tmp_path / "run").exists(), done.stderr
     assert "train.py: error: PJRT_DEVICE=TPU: No module named 'torch_xla'; see requirements-tpu.txt, or" in done.stderr

@@ -3,14 +3,14 @@
 import copy
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import PROMPTS, made_up_rollout
+from conftest import PROMPTS, made_up_rollout, quick_config
+from project_files import ROOT
 from torch.nn.utils import parameters_to_vector
 
-from config import Config, GRPOConfig
+from config import GRPOConfig
 from engine import device_policy, make_engine, ranks, saves_tokens
 from engine.device_policy import DevicePolicy
 from engine.errors import RunError
@@ -24,7 +24,7 @@ from runs.setup import set_up
 from sample import sample_completions_for_prompts
 from train import supervised_loss, train
 
-PAGE = Path(__file__).parents[2] / "CONTRIBUTING.md"
+PAGE = ROOT / "CONTRIBUTING.md"
 CODE = re.search(r"```python run\n(.*?)\nconfig = ", PAGE.read_text().partition("## A sampler")[2], flags=re.DOTALL)[1]
 
 
@@ -34,13 +34,6 @@ def of_the_page(old="", new=""):
     assert old in CODE
     exec(CODE.replace(old, new), names)
     return names["Generate"]
-
-
-def settings_of_run(folder, **more):
-    flags = dict(
-        use_grpo=True, cold_start_steps=0, max_steps=2, batch_size=4, eval_limit=4, save_steps=1, report_to="none",
-        output_dir=str(folder), generation_max_length=8)
-    return Config.from_profile("demo", **flags | more)
 
 
 def test_an_engine_samples_and_scores_as_the_functions_do_and_shared_differs_by_rounding(model, tokenizer, settings):
@@ -170,9 +163,9 @@ def test_the_sampler_of_the_page_trains_and_evaluates_and_a_run_that_is_resumed_
             sampled.append(len(prompts))
             return super().sample(prompts, *args, **options)
 
-    train(settings_of_run(tmp_path / "run"), engine=Counted)
+    train(quick_config(tmp_path / "run"), engine=Counted)
     assert sampled == [4, 4, 4, 4], "evaluation, two steps, evaluation"
-    resumed = settings_of_run(tmp_path / "run", resume=True)
+    resumed = quick_config(tmp_path / "run", resume=True)
     set_up(resumed)
     assert "'engine': 'Counted'}: equal up to rounding" in " ".join(capsys.readouterr().out.split())
 
@@ -184,7 +177,9 @@ def test_the_sampler_of_the_page_trains_and_evaluates_and_a_run_that_is_resumed_
 ], ids=["temperature", "padding", "log-probabilities"])
 def test_a_sampler_that_is_wrong_ends_the_run_at_its_first_step(tmp_path, old, new):
     with pytest.raises(RatioError, match="first ratios must be 1"):
-        train(settings_of_run(tmp_path), engine=of_the_page(old, new), reward_functions=lambda completion_ids, **columns: list(map(sum, completion_ids)))
+        train(
+            quick_config(tmp_path), engine=of_the_page(old, new),
+            reward_functions=lambda completion_ids, **columns: list(map(sum, completion_ids)))
 
 
 def test_an_engine_that_does_not_call_reply_is_refused_with_an_environment(model, tokenizer, settings):
@@ -209,10 +204,3 @@ def test_prompts_are_shared_where_that_saves_a_fifth_of_the_tokens(prompt, copie
     config = GRPOConfig(num_completions_per_prompt=copies, generation_max_length=limit)
     shared, plain = prompt + copies * limit, copies * (prompt + limit)
     assert saves_tokens(prompt, config) == saves == (1 - shared / plain > 0.2)
-
-
-@pytest.mark.slow
-def test_auto_is_plain_for_short_prompts_and_shared_for_long_ones(tmp_path):
-    for limit, engine in (40, Policy), (8, Shared):
-        run = set_up(settings_of_run(tmp_path / str(limit), generation_max_length=limit))
-        assert type(run.policy) is engine

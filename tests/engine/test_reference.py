@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import experience_of, logits_alone
+from conftest import experience_of, logits_alone, quick_config
 from transformers import RecurrentGemmaConfig, RecurrentGemmaForCausalLM
 
 import train
@@ -14,11 +14,6 @@ from analysis import explain
 from config import Config, ModelConfig
 from engine.models import load_any_policy, save_any_policy
 from runs.setup import set_up
-
-FLAGS = dict(
-    use_grpo=True, use_kl_penalty=True, kl_penalty_coef=1.0, reward_functions=["none"], cold_start_steps=0, batch_size=4, eval_limit=4,
-    eval_steps=0, save_steps=2, generation_max_length=8, report_to="none", log_rollouts_every=1)
-
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory):
@@ -34,7 +29,8 @@ def teacher(tmp_path_factory):
 
 
 def run_of(tmp_path, teacher, **flags):
-    return Config.from_profile("demo", **FLAGS | dict(reference_path=str(teacher), output_dir=str(tmp_path / "run")) | flags)
+    of_kl = dict(reference_path=str(teacher), use_kl_penalty=True, kl_penalty_coef=1.0)
+    return quick_config(tmp_path / "run", **of_kl | dict(reward_functions=["none"], save_steps=2) | flags)
 
 
 @pytest.mark.slow
@@ -128,16 +124,3 @@ def test_a_teacher_that_reads_other_tokens_is_refused_before_the_policy_is_loade
     monkeypatch.setattr("runs.setup.load_any_policy", lambda *args, **kwargs: pytest.fail("loaded"))
     with pytest.raises(ValueError, match=r"--reference_path=.*other: 2 of 263 tokens are others there \(.* is 10[01] here and 10[01] there\)"):
         set_up(run_of(tmp_path, other))
-
-
-@pytest.mark.parametrize("flags,message", [
-    (dict(use_kl_penalty=False, reward_functions=["correctness"]), "--reference_path=t: nothing is compared with it; add --use_kl_penalty"),
-    (dict(reference_mode="ema"), "--reference_mode=ema: the model of --reference_path stays as it is"),
-    (dict(use_kl_penalty=False, reference_path=""), "--reward_functions=none: nothing would be learned"),
-    (dict(kl_in="reward"), "--reward_functions=none: nothing would be learned"),
-    (dict(reference_path=""), "--reward_functions=none: teaches nothing without a teacher; add --reference_path"),
-    (dict(reference_path="/nowhere"), "--reference_path=/nowhere: no such folder"),
-])
-def test_settings_that_do_not_fit_a_teacher_are_one_line(tmp_path, flags, message):
-    with pytest.raises(ValueError, match=f"^{message}"):
-        set_up(run_of(tmp_path, "t", **flags))

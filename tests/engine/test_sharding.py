@@ -21,12 +21,6 @@ from model import byte_tokenizer
 pytestmark = pytest.mark.slow
 
 
-def start_ranks(processes: int, *command: str) -> str:
-    done = Ranks(processes, *command).wait(400)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout
-
-
 @pytest.mark.parametrize("processes,mesh,names", [
     # Sizes that do not divide evenly.
     (3, {"replicate": 1, "fsdp": 3, "tp": 1}, ["gemma3", "gpt2", "gpt_oss", "gemma4_shared_keys", "lfm2", "gemma3_vision"]),
@@ -38,8 +32,9 @@ def test_every_architecture_is_loaded_as_in_one_process(tmp_path, processes, mes
         if name in names:
             torch.manual_seed(0)
             save_any_policy(build(), byte_tokenizer(), tmp_path / name)
-    printed = start_ranks(processes, __file__, str(tmp_path), json.dumps(mesh))
-    assert re.findall(r"(\S+): the same", printed) == sorted(path.name for path in tmp_path.iterdir())
+    done = Ranks(processes, __file__, str(tmp_path), json.dumps(mesh)).wait(400)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert re.findall(r"(\S+): the same", done.stdout) == sorted(path.name for path in tmp_path.iterdir())
 
 
 def compare(folder: Path, mesh: dict) -> None:

@@ -125,15 +125,14 @@ def sample(model, tokenizer, config, cls, seed=3):
     return sample_with_environment(policy, cls, ROWS, config, [(seed, p) for p in range(2)], num_completions=4)
 
 
-@pytest.fixture
-def every_turn_is_a_call(monkeypatch):
-    monkeypatch.setattr(environments.tools, "run_calls", lambda text, tools: [run_call(next(iter(tools.values())), text[:9])])
-
-
 @pytest.fixture(autouse=True)
-def the_random_model_makes_calls(request):
+def the_random_model_makes_calls(request, monkeypatch):
+    """Every turn of it is one."""
+    def call_the_first(text, tools):
+        return [run_call(next(iter(tools.values())), text[:9])]
+
     if "model" in request.fixturenames:
-        request.getfixturevalue("every_turn_is_a_call")
+        monkeypatch.setattr(environments.tools, "run_calls", call_the_first)
 
 
 def test_a_group_has_one_beginning_and_a_seed_gives_it_again(model, tokenizer, settings):

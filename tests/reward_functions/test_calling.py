@@ -14,12 +14,12 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from conftest import made_up_rollout, start_run
+from conftest import start_run
 from test_rewards import EXAMPLES, rollout_of
 from wrapped_rewards import call_and_score, length
 
 from config import GRPOConfig
-from experience import Groups, shape_rewards
+from experience import shape_rewards
 from engine.errors import RunError
 from reward_functions.calling import Reports
 from reward_functions.loading import load_reward_function
@@ -81,6 +81,7 @@ def test_a_function_gets_every_column_repeated_for_siblings_in_lists_of_its_own_
 
     def spy(completions, prompts, prompt_ids, completion_ids, sampling_logp, trainer_state, log_extra, log_metric, tests, hint="-", **columns):
         seen.update(columns, completions=completions, prompts=prompts, prompt_ids=prompt_ids, completion_ids=completion_ids, tests=tests, hint=hint)
+        assert vars(trainer_state) == {"global_step": 0, "max_steps": 1, "epoch": 0.0}, "without a run"
         return [0.0] * 4
 
     examples = [EXAMPLES[0] | {"completions": ["x"], "prompts": 1, "trainer_state": 5}, EXAMPLES[1]]
@@ -200,20 +201,6 @@ def test_logged_values_reach_metrics_and_records_of_a_step_and_an_evaluation(tmp
     assert step["grad_norm"] > 0 and step["step"] == run.progress.step, "our own metrics have precedence"
     records = read_jsonl(run.folder.path / "rollouts.jsonl")
     assert [r["extra"] for r in records] == [{"first": r["completion"][:1], "tensor": i, "object": "{1}"} for i, r in enumerate(records)]
-
-
-def test_what_is_logged_stays_with_its_completions_when_groups_are_replaced_and_joined():
-    def groups_of(first, rewards):
-        reports, points = Reports(metrics=[("m", float(first))], failures=[{"function": f"f{first}"}]), torch.tensor(rewards)
-        extra = [{"n": first + i} for i in range(4)]
-        return Groups([{"prompt": "p"}] * 2, made_up_rollout([3, 3], [2] * 4), points, {}, points, extra, reports)
-
-    groups = groups_of(0, [[0.0, 0.0], [0.0, 1.0]])
-    assert groups.select(~groups.tied).extra == [{"n": 2}, {"n": 3}]
-    joined = groups.replace(groups.tied, groups_of(4, [[0.0, 1.0], [1.0, 0.0]]))
-    assert joined.extra == [{"n": n} for n in range(2, 8)] and joined.reports.means() == {"m": 2.0} and joined.replaced == 2
-    assert [failure["function"] for failure in joined.reports.failures] == ["f0", "f4"]
-    assert len(groups.extra) == 4 and groups.reports.metrics == [("m", 0.0)], "the parts are unchanged"
 
 
 # ---- functions that fail -------------------------------------------------------------------------------------

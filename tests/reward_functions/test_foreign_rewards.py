@@ -11,20 +11,14 @@ from reward_functions.loading import load_reward_function, require_columns
 
 FILE = Path(__file__).with_name("foreign_rewards.py")
 ROW = {
-    "prompt": [{"role": "system", "content": "Answer."}, {"role": "user", "content": "6+1=?"}], "question": "6+1=?", "answer": "7",
-    "solution": "7", "task": "sum", "verification_info": {"language": "e", "inputs": [1, 2]}, "data_source": "openai/gsm8k",
+    "prompt": [{"role": "user", "content": "6+1=?"}], "answer": "7", "solution": "7",
+    "verification_info": {"language": "e", "inputs": [1, 2]}, "data_source": "openai/gsm8k",
 }
-OTHER = ROW | {"answer": "x", "solution": "x", "task": "other"}
+OTHER = ROW | {"answer": "x", "solution": "x"}
 POINTS = {                      # of two completions of the first row, and two of the other one
-    "reward_of_ids": [2, 2, 2, 2],
-    "reward_of_column": [1, 0, 0, 0],
-    "reward_of_sums": [1, 0, None, None],
-    "reward_by_request": [11, 10, 11, 10],
-    "reward_with_schedule": [1, 1, 1, 1],
     "accuracy_reward": [1, 0, None, None],
     "code_reward": [1, 2, 1, 2],
     "compute_score": [1, 0, 0, 0],
-    "BrevityORM": [-6, -5, -6, -5],
 }
 
 
@@ -38,5 +32,3 @@ def test_reward_functions_of_others_run_unchanged(name):
     assert [None if p != p else p for p in per_function[name].flatten().tolist()] == POINTS[name]
     if name == "compute_score":
         assert [row["compute_score/index"] for row in reports.extra] == [4, 4, 5, 5]
-    if name == "reward_with_schedule":
-        assert [row["gold"] for row in reports.extra] == ["7", "7", "x", "x"] and reports.means() == {"rest": 1.0}

@@ -6,10 +6,10 @@ from dataclasses import replace
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from project_files import ROOT
 from test_rewards import needs_math_verify
 from wrapped_rewards import call_and_score
 
@@ -89,7 +89,7 @@ def test_every_function_is_imported_from_the_package_and_a_module_of_it_does_not
     with pytest.raises(ImportError, match="cannot import name 'corectness'"):
         exec("from reward_functions import corectness")
     code = "import reward_functions.sandbox, sys; sys.exit(bool({'torch', 'rewards'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2]).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
 def example_of(function):

@@ -66,6 +66,7 @@ FILES = {
     "exits.py": "import sys\nsys.exit(0)\ndef f(completions): ...\n", "list.json": "[1]", "open.json": "{",
     "pair.json": '{"instruction": "\\ud800"}', "type.json": '{"reward_functions": "correctness"}',
     "epsilon.json": '{"advantage_epsilon": 1e-6}', "empty.jsonl": "", "bare.jsonl": '{"prompt": "a"}\n{"prompt": "b"}\n',
+    "environments.py": "def bare(): ...\ndef needy(conversation, level): ...\n",
     "used/config.json": '{"model_type": "llama"}', "no_weights/config.json": '{"model_type": "llama"}',
 }
 MISTAKES = [                    # flags of train.py behind --use_grpo, and what the one line matches
@@ -86,6 +87,8 @@ MISTAKES = [                    # flags of train.py behind --use_grpo, and what 
     ("--max_turns 3", "--max_turns=3: no environment continues the conversation"),
     ("--environment calculator", "--environment=calculator: with --max_turns=1"),
     ("--reward_functions environment", "--reward_functions=environment: .* add --environment"),
+    ("--environment calculator --max_turns 2 --use_value_head --reward_combination gdpo "
+     "--reward_functions environment", "--reward_combination=gdpo: --use_value_head takes the points"),
     ("--reward_weights 1 2", "--reward_weights.*2 weights for 3 reward functions"),
     ("--use_kl_penalty --kl_estimator k1", "--kl_estimator=k1: in a loss its gradient is 0"),
     ("--use_kl_penalty --kl_in reward --kl_estimator k3", "--kl_estimator=k3: in a reward only k1"),
@@ -99,6 +102,10 @@ MISTAKES = [                    # flags of train.py behind --use_grpo, and what 
     ("--use_value_head --baseline group_median", "--baseline=group_median: .*takes the value"),
     ("--use_value_head --dynamic_sampling 2", "--dynamic_sampling=2: .*equal rewards too"),
     ("--generation_temperature 0", "--generation_temperature=0.0: all completions of a prompt would be equal"),
+    ("--reference_path t --use_kl_penalty false", "--reference_path=t: .*; add --use_kl_penalty"),
+    ("--reference_path t --use_kl_penalty --reference_mode ema", "--reference_mode=ema: .*_path stays as it"),
+    ("--reward_functions none --use_kl_penalty false", "--reward_functions=none: nothing would be learned"),
+    ("--reward_functions none --reference_path t --use_kl_penalty --kl_in reward", "nothing would be learn"),
     ("--resume --output_dir=", "--resume: needs --output_dir"),
     # settings files
     ("{tmp}/no.json", "no.json: not a readable JSON file"), ("{tmp}/open.json", "open.json: not a readable JSON file"),
@@ -110,6 +117,12 @@ MISTAKES = [                    # flags of train.py behind --use_grpo, and what 
     ("--reward_functions {tmp}/broken.py:f", "broken.py.*SyntaxError"),
     ("--reward_functions {tmp}/needs.py:f", "needs the column tests"),
     ("--reward_functions {tmp}/exits.py:f", "importing .*exits.py failed: RuntimeError: SystemExit: 0"),
+    ("--environment calculater --max_turns 2", "--environment calculater: unknown.*calculator"),
+    ("--environment {tmp}/environments.py:bare --max_turns 2", "must take the conversation"),
+    ("--environment {tmp}/environments.py:needy --max_turns 2", "--environment=.*needs the column level"),
+    ("--reward_functions none --use_kl_penalty", "teaches nothing without a teacher; add --reference_path"),
+    ("--reference_path /nowhere --use_kl_penalty", "--reference_path=/nowhere: no such folder"),
+    ("--keep_best --eval_limit 0", "--keep_best: needs held-out problems: an --eval_limit above 0"),
     ("--dataset {tmp}/bare.jsonl --cold_start_steps 5",
      "no completion for 2 of 2 examples, .*--completion_column.*or pass --use_grpo --cold_start_steps 0"),
     ("--dataset {tmp}/empty.jsonl", "empty.jsonl: no examples in it"),
@@ -118,14 +131,16 @@ MISTAKES = [                    # flags of train.py behind --use_grpo, and what 
     ("--output_dir {tmp}/used", "--output_dir=.*used: holds another run"),
     ("--output_dir {tmp}/empty.jsonl/run", "empty.jsonl is not a writable folder"),
     ("--output_dir {tmp}/none --resume", "--output_dir=.*none: there is no run in it to resume"),
+    ("--report_to wandb", "--report_to=wandb: is not installed; pip install it"),
     ("--engine vllm", r"--engine=vllm: vllm is not installed.*requirements-vllm\.txt"),
 ]
 
 
 @pytest.mark.parametrize("flags,message", MISTAKES, ids=[flags for flags, _ in MISTAKES])
 def test_a_mistake_is_one_line_and_exit_code_2_before_any_model_and_writes_nothing(flags, message, tmp_path, capsys, monkeypatch):
-    if "vllm" in flags and importlib.util.find_spec("vllm"):
-        pytest.skip("vllm is installed")
+    package = flags.rpartition(" ")[2]
+    if package in ("vllm", "wandb") and importlib.util.find_spec(package):
+        pytest.skip(f"{package} is installed")
     for name, text in FILES.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)

@@ -11,13 +11,14 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 import torch
 from conftest import (
-    QUICK, assert_same, assert_same_to_rounding, comparable, ctrl_c_after, length_reward, run_folder,
+    QUICK, assert_same, assert_same_to_rounding, comparable, ctrl_c_after, length_reward, num_steps,
+    run_folder,
 )
+from project_files import ROOT
 from forked import Program, Ranks
 
 import analysis.evaluation
@@ -32,7 +33,6 @@ from runs.errors import StopOnSignal, exit_on_errors
 from runs.folder import read_jsonl
 from runs.setup import set_up
 
-ROOT = Path(__file__).parents[2]
 FLAGS = "--use_grpo --max_steps 4 --save_steps 1 --learning_rate 1e-3 --keep_checkpoints 3".split()
 OUT_OF_MEMORY = (
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nDetails"),
@@ -182,11 +182,6 @@ def test_in_several_processes_memory_that_runs_out_on_one_ends_all_in_one_line(t
 # ---- signals and exit codes ----------------------------------------------------------------------------------------
 
 
-def num_steps(folder):
-    path = folder / "metrics.jsonl"
-    return path.read_text().count("\n") if path.exists() else 0
-
-
 @pytest.mark.slow
 def test_a_closed_terminal_ends_the_step_and_saves(tmp_path):
     pid, terminal = pty.fork()
@@ -285,7 +280,7 @@ def test_a_run_whose_gradients_are_not_finite_skips_saves_and_stops(tmp_path, mo
 
     monkeypatch.setattr(Policy, "forward_backward", broken)
     flags = (
-        "--use_grpo --cold_start_steps 0 --max_steps 9 --eval_limit 0 --learning_rate 1e-3 "
+        "--use_grpo --cold_start_steps 2 --max_steps 9 --eval_limit 0 --learning_rate 1e-3 "
         f"--reward_functions {length_reward(tmp_path)}"
     )
     with pytest.raises(SystemExit) as stop:
@@ -296,4 +291,5 @@ def test_a_run_whose_gradients_are_not_finite_skips_saves_and_stops(tmp_path, mo
     lines = read_jsonl(tmp_path / "out/metrics.jsonl")
     assert [m["skipped"] for m in lines] == [0, 1, 0, 1, 1, 1] and lines[1]["grad_norm"] is None
     skipped = read_jsonl(tmp_path / "out/skipped.jsonl")
-    assert {record["step"] for record in skipped} == {2, 4, 5, 6} and len(skipped) == 4 * 16
+    assert [record["step"] for record in skipped] == [2] * 4 + [4] * 16 + [5] * 16 + [6] * 16
+    assert {record["phase"] for record in skipped[:4]} == {"cold_start"}

@@ -2,11 +2,11 @@
 
 import json
 import re
-import shutil
-from pathlib import Path
 
 import datasets
 import pytest
+from conftest import quick_config
+from project_files import ROOT
 
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -30,15 +30,8 @@ def echo(conversation):
     return (None if len(conversation) > 2 else "again", float(len(conversation)))
 
 
-def config_of(folder, grpo=None, **training):
-    options = dict(
-        use_grpo=True, cold_start_steps=0, max_steps=2, batch_size=3, report_to="none", save_steps=1, eval_steps=0,
-        output_dir=folder, log_rollouts_every=1)
-    return Config.from_profile("demo", **{"generation_max_length": 8, **(grpo or {})}, **options | training)
-
-
 def test_callables_and_lists_train_and_the_model_is_returned(tmp_path):
-    config = config_of(tmp_path / "run", dict(max_turns=2, reward_weights=[1.0, 0.5, 2.0]))
+    config = quick_config(tmp_path / "run", max_turns=2, reward_weights=[1.0, 0.5, 2.0])
     model, tokenizer = train.train(
         config, reward_functions=[shorter, "correctness", "environment"], dataset=EXAMPLES, eval_dataset=EXAMPLES[:4], environment=echo)
     ids = model.generate(**tokenizer("1+1=?", return_tensors="pt"), max_new_tokens=3)
@@ -54,42 +47,20 @@ def test_callables_and_lists_train_and_the_model_is_returned(tmp_path):
 
 
 def test_without_objects_names_of_the_configuration_count_and_a_built_in_function_keeps_its_name(tmp_path):
-    run = set_up(config_of(tmp_path / "a"))
+    run = set_up(quick_config(tmp_path / "a"))
     assert [f.__name__ for f in run.reward_functions] == ["correctness", "reasoning_coherence", "explanation_quality"]
-    run = set_up(config_of(tmp_path / "b"), reward_functions=[correctness])
+    run = set_up(quick_config(tmp_path / "b"), reward_functions=[correctness])
     assert run.config.grpo.reward_functions == ["correctness"] and run.reward_functions == [correctness]
     assert run.config.data.dataset == "arithmetic" and run.config.grpo.weights == [1.0]
 
 
 def test_prompts_alone_and_an_object_with_items_are_data_too(tmp_path):
-    run = set_up(config_of(tmp_path / "a"), reward_functions=["reasoning_coherence"], eval_dataset=["four"],
-                 dataset=["one", "two", [{"role": "user", "content": "three"}]])
+    prompts = ["one", "two", [{"role": "user", "content": "three"}]]
+    run = set_up(
+        quick_config(tmp_path / "a"), reward_functions="diversity", dataset=prompts, eval_dataset=["four"])
     assert [example["prompt"] for example in run.train_set][:2] == ["one", "two"] and len(run.train_set) == 3
-    run = set_up(config_of(tmp_path / "b"), dataset=datasets.Dataset.from_list(EXAMPLES))
+    run = set_up(quick_config(tmp_path / "b", eval_limit=256), dataset=datasets.Dataset.from_list(EXAMPLES))
     assert len(run.eval_set) == len(EXAMPLES) // 5 and run.train_set[0]["hint"] is not None
-
-
-def test_a_run_from_python_is_resumed_with_the_same_objects_and_ends_with_the_same_weights(tmp_path, capsys):
-    objects = dict(reward_functions=[shorter], dataset=EXAMPLES)
-    whole, _ = train.train(config_of(tmp_path / "whole", max_steps=4), **objects)
-
-    def stop_at_two(completions, **columns):
-        stop_at_two.calls += 1
-        if stop_at_two.calls == stop_at_two.limit:
-            raise KeyboardInterrupt
-        return shorter(completions, **columns)
-
-    stop_at_two.__name__, stop_at_two.calls, stop_at_two.limit = "shorter", 0, 3    # evaluation, two steps
-    with pytest.raises(KeyboardInterrupt):
-        train.train(config_of(tmp_path / "run", max_steps=4), reward_functions=[stop_at_two], dataset=EXAMPLES)
-    again = Config(training=TrainingConfig(output_dir=tmp_path / "run", resume=True))
-    for missing in "reward_functions", "dataset":
-        with pytest.raises(ValueError, match=rf"^--{missing} .*python:\w+.*: a Python object; pass it to train\(\) again$"):
-            train.train(again, **{name: thing for name, thing in objects.items() if name != missing})
-    resumed, _ = train.train(again, **objects)
-    assert "resuming" in capsys.readouterr().out
-    for name, weights in whole.state_dict().items():
-        assert torch.equal(weights, resumed.state_dict()[name]), name
 
 
 def test_a_callback_gets_every_logged_step_of_all_phases_and_its_error_saves_the_state_behind_the_step(tmp_path):
@@ -102,11 +73,11 @@ def test_a_callback_gets_every_logged_step_of_all_phases_and_its_error_saves_the
             raise KeyError("mine")
 
     with pytest.raises(KeyError, match="mine"):
-        train.train(config_of(tmp_path / "run", cold_start_steps=2, save_steps=0), on_step=on_step)
+        train.train(quick_config(tmp_path / "run", cold_start_steps=2, save_steps=0), on_step=on_step)
     assert latest_checkpoint(tmp_path / "run").name == "step-00000003"
     train.train(Config.of(output_dir=str(tmp_path / "run"), resume=True), on_step=on_step)
     phases = "cold_start", "cold_start", "grpo", "grpo"
-    assert seen == [(step, phase, "Experience", 3, True) for step, phase in enumerate(phases, start=1)]
+    assert seen == [(step, phase, "Experience", 4, True) for step, phase in enumerate(phases, start=1)]
 
 
 class Rule:
@@ -124,9 +95,9 @@ class Rule:
 
 def test_one_function_a_generator_of_functions_and_objects_without_a_hash_are_reward_functions(tmp_path):
     for number, functions in enumerate([shorter, "correctness", (f for f in [shorter]), [Rule()]]):
-        run = set_up(config_of(tmp_path / f"{number}"), reward_functions=functions, dataset=EXAMPLES)
+        run = set_up(quick_config(tmp_path / f"{number}"), reward_functions=functions, dataset=EXAMPLES)
         assert len(run.reward_functions) == 1
-    train.train(config_of(tmp_path / "run", max_steps=1), reward_functions=[Rule()], dataset=EXAMPLES)
+    train.train(quick_config(tmp_path / "run", max_steps=1), reward_functions=[Rule()], dataset=EXAMPLES)
     assert any("eval_reward/Rule" in line for line in read_jsonl(tmp_path / "run/metrics.jsonl"))
 
 
@@ -146,11 +117,11 @@ def test_wrong_objects_are_one_line_before_anything_is_loaded(objects, message, 
     weights = [1.0] if "weights" in message else []
     turns = 2 if "conversation" in message else 1
     with pytest.raises(ValueError) as error:
-        train.train(config_of(tmp_path / "run", dict(reward_weights=weights, max_turns=turns)), **objects)
+        train.train(quick_config(tmp_path / "run", reward_weights=weights, max_turns=turns), **objects)
     assert message in str(error.value) and "\n" not in str(error.value) and not (tmp_path / "run").exists()
 
 
-PAGE = Path(__file__).parents[2] / "CONTRIBUTING.md"
+PAGE = ROOT / "CONTRIBUTING.md"
 CODE = re.search(r"```python run\n(.*?)\nconfig = ", PAGE.read_text().partition("## An optimiser, a teacher")[2], flags=re.DOTALL)[1]
 
 
@@ -159,48 +130,57 @@ def length(completions, **columns):
 
 
 @pytest.mark.slow
-def test_a_run_with_the_optimiser_and_the_teacher_of_the_page_is_resumed_bit_for_bit(tmp_path, capsys):
-    objects = {}
-    exec(CODE, objects)
-    objects = {"optimizer": objects["muon"], "reference": objects["teacher"]}
-    before = [parameter.clone() for parameter in objects["reference"].parameters()]
-    flags = dict(use_kl_penalty=True, kl_penalty_coef=0.5, cold_start_steps=0, save_steps=2, keep_checkpoints=9, max_steps=4)
-    config = Config.from_profile("demo", use_grpo=True, batch_size=4, eval_limit=0, report_to="none", generation_max_length=8, output_dir=str(tmp_path / "run"), **flags)
-    whole, _ = train.train(config, reward_functions=[length], **objects)
-    assert all(torch.equal(a, b) for a, b in zip(before, objects["reference"].parameters())), "the teacher stays as it is"
-    lines = read_jsonl(tmp_path / "run/metrics.jsonl")
-    assert all(line["kl"] > 1e-3 for line in lines if line["phase"] == "grpo"), "it is not a copy of the policy"
-    for path in (tmp_path / "run/checkpoints").glob("step-00000004*"):
-        shutil.rmtree(path)
-    shutil.rmtree(tmp_path / "run/final")
+def test_a_run_from_python_is_resumed_with_the_same_objects_bit_for_bit(tmp_path, capsys):
+    """Among them the optimiser and the teacher of the page."""
+    page, calls = {}, []
+    exec(CODE, page)
+    teacher = page["teacher"]
+    objects = dict(reward_functions=[length], dataset=EXAMPLES, optimizer=page["muon"], reference=teacher)
+    flags = dict(max_steps=4, save_steps=2, eval_limit=0, use_kl_penalty=True, kl_penalty_coef=0.5)
+    before = [parameter.clone() for parameter in teacher.parameters()]
+    whole, _ = train.train(quick_config(tmp_path / "whole", **flags), **objects)
+    assert all(torch.equal(a, b) for a, b in zip(before, teacher.parameters())), "the teacher stays as it is"
+    lines = read_jsonl(tmp_path / "whole/metrics.jsonl")
+    assert all(line["kl"] > 1e-3 for line in lines), "it is not a copy of the policy"
+
+    def stopped(completions, **columns):
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return length(completions)
+
+    stopped.__name__ = "length"
+    with pytest.raises(KeyboardInterrupt):
+        train.train(quick_config(tmp_path / "run", **flags), **objects | dict(reward_functions=[stopped]))
     assert not list((tmp_path / "run/checkpoints").glob("*/reference"))
-    again = Config.of(output_dir=str(tmp_path / "run"), resume=True)
-    with pytest.raises(ValueError, match=r"^--reference_path python:.*: a Python object; pass it to train\(\) again$"):
-        train.train(again, reward_functions=[length], optimizer=objects["optimizer"])
-    with pytest.raises(ValueError, match=r"^optimizer: pass it to train\(\) again$"):
-        train.train(again, reward_functions=[length], reference=objects["reference"])
-    resumed, _ = train.train(again, reward_functions=[length], **objects)
-    assert "from " + str(tmp_path / "run/checkpoints/step-00000002") in capsys.readouterr().out
+    again = Config(training=TrainingConfig(output_dir=tmp_path / "run", resume=True))
+    for missing, message in {
+        "reward_functions": r"--reward_functions .*python:length.*: a Python object;",
+        "dataset": "--dataset python:list: a Python object;",
+        "reference": r"--reference_path python:\w+: a Python object;", "optimizer": "optimizer:",
+    }.items():
+        given = {name: thing for name, thing in objects.items() if name != missing}
+        with pytest.raises(ValueError, match=rf"^{message} pass it to train\(\) again$"):
+            train.train(again, **given)
+    resumed, _ = train.train(again, **objects)
+    assert f"from {tmp_path / 'run/checkpoints/step-00000002'}" in capsys.readouterr().out
     for name, weights in whole.state_dict().items():
         assert torch.equal(weights, resumed.state_dict()[name]), name
 
 
 def test_a_teacher_that_does_not_fit_is_refused_in_one_line(tmp_path, model):
     small = GPT2LMHeadModel(GPT2Config(vocab_size=100, n_embd=8, n_layer=1, n_head=1))
-    run = dict(use_grpo=True, eval_limit=0, report_to="none", cold_start_steps=0)
     for number, (flags, teacher, message) in enumerate([
         (dict(use_kl_penalty=False), model, "--reference_path=python:Gemma3ForCausalLM: nothing is compared with it"),
-        (dict(use_kl_penalty=True, reference_mode="ema"), model, "--reference_mode=ema: the model of --reference_path stays"),
         (dict(use_grpo=False, use_kl_penalty=True), model, "^reference: nothing is compared with it; add use_grpo$"),
         (dict(use_kl_penalty=True), small, "reference: it knows 100 tokens, the tokenizer 263"),
     ]):
         with pytest.raises(ValueError, match=message):
-            set_up(Config.from_profile("demo", output_dir=str(tmp_path / str(number)), **run | flags), reference=teacher)
+            set_up(quick_config(tmp_path / str(number), **flags), reference=teacher)
 
 
 def test_what_is_no_optimizer_is_refused_when_its_phase_begins(tmp_path):
-    config = Config.from_profile("demo", use_grpo=True, eval_limit=0, report_to="none", cold_start_steps=0, output_dir=str(tmp_path / "run"))
-    run = set_up(config, optimizer=lambda pairs: [1, 2])
+    run = set_up(quick_config(tmp_path / "run"), optimizer=lambda pairs: [1, 2])
     with pytest.raises(RunError, match="optimizer: returned a list, no torch Optimizer"):
         run.begin_phase()
 

@@ -5,11 +5,10 @@ import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from project_files import ROOT
 
-ROOT = Path(__file__).parents[2]
 OLD = """#!/bin/sh
 exec {python} -c '
 import atexit, runpy, sys

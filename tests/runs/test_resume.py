@@ -5,7 +5,7 @@ import signal
 import time
 
 import pytest
-from conftest import QUICK, assert_same, exhaustive, run_folder
+from conftest import QUICK, assert_same, exhaustive, num_steps, run_folder
 from forked import Ranks
 
 import runs.run
@@ -127,17 +127,13 @@ def test_signals_at_random_moments(tmp_path, stop, kind):
     def start(name, *more):
         return Ranks(processes, "train.py", "--output_dir", str(tmp_path / name), *more)
 
-    def steps(folder):
-        path = folder / "metrics.jsonl"
-        return path.read_text().count("\n") if path.exists() else 0
-
     whole = start("whole", *QUICK, *flags).wait(200)
     assert whole.returncode == 0, whole.stderr[-3000:]
     folder = tmp_path / "stopped"
     run = start("stopped", *QUICK, *flags)
     for _ in range(3):
-        before = steps(folder)
-        while run.poll() is None and steps(folder) == before:
+        before = num_steps(folder)
+        while run.poll() is None and num_steps(folder) == before:
             time.sleep(0.005)
         stop(run, folder, draws)
         run = start("stopped", *(["--resume"] if (folder / "config.json").exists() else [*QUICK, *flags]))

@@ -6,12 +6,10 @@ import random
 import numpy
 import pytest
 import torch
-from conftest import QUICK, assert_same, comparable, ctrl_c_after, exhaustive, run_folder, start_run
+from conftest import assert_same, ctrl_c_after, exhaustive, run_folder, start_run
 
 import train
-from config import ModelConfig
 from engine.devices import limit_threads
-from engine.models import load_any_policy
 from runs import phases, setup
 from runs.folder import read_jsonl
 from runs.results import held_out_score
@@ -69,17 +67,6 @@ def test_a_complete_run_with_a_constant_learning_rate_goes_on_as_if_it_had_been_
 
 
 @pytest.mark.slow
-def test_a_run_of_the_built_in_model_with_an_adapter_can_be_moved(tmp_path):
-    flags = "--use_grpo --cold_start_steps 0 --max_steps 3 --eval_limit 0 --lora_rank 4".split()
-    with ctrl_c_after(2):
-        begun = run_folder(tmp_path / "begun", *flags)
-    moved = begun.rename(tmp_path / "moved")
-    train.main(["--output_dir", str(moved), "--resume"])
-    assert comparable(moved) == comparable(run_folder(tmp_path / "never", *flags))
-    load_any_policy(ModelConfig(str(moved / "final")))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("where,error,saved,save_steps", [
     # Between gradient and update, when scores, prompts and random numbers of the step were recorded and drawn.
     ("engine.device_policy.sum_and_clip_gradient", torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), 2, 0),
@@ -120,23 +107,8 @@ def test_any_error_in_a_step_saves_first_and_no_step_is_lost_or_counted_twice(
     assert len(read_jsonl(never / "rollouts.jsonl")) == 4 * 32
 
 
-@pytest.mark.slow
-def test_a_reward_function_that_raises_may_be_left_out(tmp_path):
-    (tmp_path / "fussy.py").write_text(
-        "def always(completions, **columns):\n    raise KeyError('always')\n")
-    flags = f"--use_grpo --cold_start_steps 0 --max_steps 1 --eval_limit 0 --reward_functions {tmp_path}/fussy.py:always --reward_errors none"
-    (line,) = read_jsonl(run_folder(tmp_path / "run", *flags.split()) / "metrics.jsonl")
-    assert line["unscored"] == 1.0 and line["mean_reward"] is None and line["grad_norm"] == 0.0
-
-
 def test_the_score_is_what_is_shown_accuracy_or_the_weighted_sum_of_known_points(tmp_path):
     run = start_run(tmp_path, "--use_grpo", "--cold_start_steps", "0")
     points = {"eval_reward/correctness": None, "eval_reward/reasoning_coherence": 0.5, "eval_reward/explanation_quality": 2.0}
     assert held_out_score(run, points | {"eval_accuracy": 0.25}) == 0.25 and held_out_score(run, points) == pytest.approx(0.2 * 0.5 + 0.1 * 2.0)
     assert numpy.isnan(held_out_score(run, dict.fromkeys(points))) and numpy.isnan(held_out_score(start_run(tmp_path), points))
-
-
-def test_without_held_out_problems_there_is_no_best_policy(tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        train.main([*QUICK, "--use_grpo", "--keep_best", "--eval_limit", "0", "--max_steps", "1", "--output_dir", str(tmp_path / "run")])
-    assert capsys.readouterr().err.splitlines()[-1].endswith("--keep_best: needs held-out problems: an --eval_limit above 0, or a larger file")

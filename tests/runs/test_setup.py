@@ -66,12 +66,6 @@ def test_the_tokens_of_a_forward_pass_are_chosen_by_device_printed_and_saved(tmp
     assert long.config.training.max_tokens_per_forward == long.folder.config.training.max_tokens_per_forward == 2 * 1501
 
 
-@pytest.mark.slow
-def test_supervised_training_may_be_evaluated_greedily(tmp_path):
-    folder = run_folder(tmp_path / "run", *"--use_grpo false --generation_temperature 0 --max_steps 1".split())
-    assert (folder / "final").exists()
-
-
 def test_a_call_of_vllm_that_raises_on_one_rank_fails_on_all(tmp_path):
     """Both raise the same error, and their next collective fits together."""
     code = tmp_path / "ranks.py"

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from conftest import build_gpt2
+from project_files import ROOT
 
 import infer
 from config import Config, FLAGS
@@ -19,7 +20,6 @@ from runs.command_line import parse_config
 from sources.foreign_names import FOREIGN, explain_unknown
 from sources.settings import CONSTANT
 
-ROOT = Path(__file__).parents[2]
 FIVE = (ROOT / "dev/five-systems.md").read_text()
 PARTS = {part.partition("\n")[0]: part for part in FIVE.partition("## Their settings")[0].split("## ")[1:]}
 FIRST, *OTHERS = PARTS

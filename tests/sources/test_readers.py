@@ -6,9 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from test_data import GSM8K
 
-from rewards import correctness, reasoning_coherence
 from sources import load_examples
 
 ROWS = [{"prompt": "a", "answer": "1", "level": "02"}, {"prompt": "b", "answer": "2", "level": "NA"}]
@@ -74,17 +72,6 @@ def test_an_unknown_source_lists_what_there_is(monkeypatch):
         load_examples("no/such-thing")
     with pytest.raises(ValueError, match=r"arithmetik: not built in .arithmetic.*look like openai/gsm8k"):
         load_examples("arithmetik")
-
-
-@pytest.mark.skipif(not GSM8K.exists(), reason="no ../shared/data/gsm8k")
-def test_gsm8k_files_work_as_they_are():
-    examples = load_examples(str(GSM8K / "train.jsonl"))
-    assert len(examples) >= 7472
-    assert len(load_examples(str(GSM8K / "test.jsonl"))) == 1319
-    assert examples[0]["answer"] == "72" and "<<" not in examples[0]["completion"] and "####" not in examples[0]["completion"]
-    texts, answers = [e["completion"] for e in examples], [e["answer"] for e in examples]
-    assert all(p == 1.0 for p in correctness(texts, answer=answers))
-    assert all(p == 1.0 for p in reasoning_coherence(texts))
 
 
 def test_the_part_after_the_colon_is_the_configuration(monkeypatch):

@@ -2,13 +2,10 @@
 
 import re
 
-import pytest
-from test_data import data_of
 
 from reward_functions.arithmetic import countdown
 from rewards import correctness, reasoning_coherence
 from sources import load_examples
-from sources.tasks import PROBLEMS
 
 
 def test_arithmetic_is_right_reproducible_and_split_without_overlap():
@@ -50,10 +47,3 @@ def test_every_countdown_problem_is_solved_by_its_demonstration_and_never_both_t
     assert set(countdown(texts, **columns)) == set(reasoning_coherence(texts)) == {1.0}
     assert all(any(part in text for text in texts) for part in ("+", "-", "*", "/", "<answer>(", ")</answer>"))
     assert train == load_examples("countdown", "train", seed=1) != load_examples("countdown", "train", seed=2)
-
-
-@pytest.mark.parametrize("task", PROBLEMS)
-def test_no_built_in_problem_is_both_trained_and_tested_on(task):
-    train_set, held_out = data_of("--dataset", task, "--eval_limit", "1000", "--seed", "3")
-    assert (len(train_set), len(held_out)) == ((1246, 314) if task == "guess_letter" else (9000, 1000))
-    assert not {e["prompt"] for e in train_set} & {e["prompt"] for e in held_out}
