@@ -13,6 +13,7 @@ from torch import Tensor
 
 from experience import Groups
 from rewards import correctness, extract_answer, same_answer, text_of
+from runs.console import with_limits
 from runs.groups import sample_and_score
 
 EVALUATION = 2**32 - 1          # in seeds, in place of the step of a training step
@@ -31,11 +32,10 @@ def evaluate(policy, examples: list[dict], config, **options) -> dict:
         "problems": estimates["reward/correctness"]["problems"] or len(examples),
         "truncated": float((~groups.rollout.finished).double().mean()),
     }
+    metrics = {f"eval_{name}": value for name, value in metrics.items()}
     for name, estimate in estimates.items():
-        kind, slash, function = name.partition("/")
-        for end, value in ("", estimate["mean"]), ("_low", estimate["low"]), ("_high", estimate["high"]):
-            metrics[f"{kind}{end}{slash}{function}"] = value
-    return {f"eval_{name}": value for name, value in metrics.items()}
+        metrics |= zip(with_limits(f"eval_{name}"), list(estimate.values())[:3], strict=True)
+    return metrics
 
 
 def sample_and_score_problems(

@@ -36,7 +36,7 @@ class DevicePolicy(Policy):
         """max_tokens: tokens of a forward pass in training, the same in all processes."""
         super().__init__(model, tokenizer, max_tokens=max_tokens)
         self.device = next(model.parameters()).device
-        self.ranks = Ranks(self.device)
+        self.ranks = Ranks()
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=precision_of(model) == "float16")
         self.sampler = None                               # such as vLLM, see vllm_engine.py; None: the model
         self.on_less_memory = print_halving               # called with flag, value, half and error

@@ -1,6 +1,6 @@
 """
 Ranks: how the work of a run is divided among the processes of torchrun. Without it there is one, with all of
-the work; on XLA it drives all devices and ends its programs here.
+the work.
 
 All ranks call every method, in the same order. Ranks of one tensor-parallel group do the same work.
 """
@@ -12,16 +12,10 @@ from torch import Tensor
 
 from engine import devices
 from engine.devices import all_gather_object, num_processes, process_rank, sum_in_place
-from engine.errors import RunError
-
-CPU = torch.device("cpu")
 
 
 class Ranks:
-    """The processes of a run, seen from one of them. device: of the model."""
-
-    def __init__(self, device: torch.device = CPU):
-        self.device = device
+    """The processes of a run, seen from one of them."""
 
     @property
     def size(self) -> int:
@@ -63,14 +57,3 @@ class Ranks:
         total = count.clone() if isinstance(count, Tensor) else torch.tensor(count, dtype=torch.float64)
         sum_in_place(total)
         return total if isinstance(count, Tensor) else total.item()
-
-    def agree(self, values: dict[str, object]) -> None:
-        """Raise RunError, on all ranks, if a value differs between them."""
-        first, *others = all_gather_object(values)
-        for rank, its_values in enumerate(others, start=1):
-            for name, value in its_values.items():
-                if value != first[name]:
-                    raise RunError(
-                        f"{name} is {first[name]!s:.60} on rank 0 and {value!s:.60} on rank {rank}: start "
-                        "all ranks with the same command, files and versions."
-                    )

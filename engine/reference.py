@@ -52,12 +52,17 @@ def load_teacher(config: Config, policy: torch.nn.Module) -> torch.nn.Module:
     return teacher
 
 
-def validate_reference(
-    reference: torch.nn.Module, policy: torch.nn.Module, tokenizer, config: Config
-) -> None:
-    """Freeze a teacher, named or passed. Raises ValueError if the settings or the policy do not fit it."""
+def prepare_teacher(
+    reference: torch.nn.Module | None, policy: torch.nn.Module, tokenizer, config: Config
+) -> torch.nn.Module:
+    """Return a teacher, frozen: the one that is passed, else the model of --reference_path.
+
+    raises  ValueError if the settings or the policy do not fit it
+    """
     if not config.training.use_grpo:
         raise ValueError("reference: nothing is compared with it; add use_grpo")
+    if reference is None:
+        reference = load_teacher(config, policy)
     sizes = [len(model.get_output_embeddings().weight) for model in (reference, policy)]
     if sizes[0] < len(tokenizer):
         raise ValueError(
@@ -69,7 +74,7 @@ def validate_reference(
             f"reference: its head has {sizes[0]} rows, that of the policy {sizes[1]}, and the exact KL sums "
             f"over both; take --kl_estimator ratio_k3, or resize_token_embeddings({min(sizes)})"
         )
-    reference.eval().requires_grad_(False)
+    return reference.eval().requires_grad_(False)
 
 
 def load_reference(model, config: Config, checkpoint: Path, state: dict):

@@ -30,6 +30,7 @@ from filelock import FileLock, Timeout
 from config import Config
 from engine.devices import all_gather_object, is_main
 from engine.errors import RunError
+from engine.ranks import Ranks
 from logprobs import completion_lengths
 from runs.console import RunConsole
 
@@ -39,11 +40,10 @@ RECORDS = "metrics.jsonl", "rollouts.jsonl", "skipped.jsonl", "reward_errors.jso
 class RunFolder:
     """The folder of one run, with its console. A context manager around the training loop."""
 
-    def __init__(self, config: Config, ranks):
-        training, self.ranks = config.training, ranks
+    def __init__(self, config: Config):
+        training, self.config, self.ranks = config.training, config, Ranks()
         default = time.strftime("outputs/%Y-%m-%d_%H-%M-%S")
         self.path = Path(all_gather_object(training.output_dir or default)[0])   # the same on all ranks
-        self.config = config
         whole = Path(os.path.abspath(self.path))
         if not training.resume:
             self.refuse_other_run(ValueError)
@@ -54,7 +54,7 @@ class RunFolder:
             raise ValueError("--report_to=wandb: is not installed; pip install it")
         self.writes, self.lock, self.begun = is_main(), None, training.resume
         if training.resume and not training.check:        # before a checkpoint is chosen
-            ranks.gather(self.acquire_lock)
+            self.ranks.gather(self.acquire_lock)
         self.console = RunConsole(config, quiet=not self.writes)
         self.send = self.close_tracker = None             # see open_tracker
 
@@ -108,7 +108,6 @@ class RunFolder:
         return {path.name: path.stat().st_size for path in paths if path.exists()}
 
     def write_config(self, config: Config) -> None:
-        """Write config.json."""
         replace_text(self.path / "config.json", json.dumps(config.as_dict(), indent=2) + "\n")
 
     def log(self, step: int, phase: str, metrics: dict) -> None:
@@ -124,7 +123,6 @@ class RunFolder:
         self.send(step, {f"{phase}/{name}": value for name, value in numbers.items() if name != "step"})
 
     def append(self, name: str, step: int, phase: str, records: list[dict]) -> None:
-        """Append records to a file of the folder."""
         if not self.writes:
             return
         lines = [json.dumps({"step": step, "phase": phase} | record, default=str) for record in records]
