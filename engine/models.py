@@ -1,16 +1,18 @@
 """
-Models as large ones need it: from a hub, with a LoRA adapter, in 16 bits, sharded over processes, on
-XLA. For float32 weights in one process model.py does the same.
+Models as large ones need it: from a hub, with a LoRA adapter, in 16 bits, sharded over processes, on XLA, and
+with activations computed again. For float32 weights in one process model.py does the same.
 
 Parts of a model that text does not pass through are frozen. Left out on purpose: quantised weights; training
 on images or sound.
 """
 
 import json
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
+from torch.utils.checkpoint import checkpoint
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig, AutoModelForCausalLM,
     AutoModelForImageTextToText, PreTrainedModel,
@@ -22,7 +24,7 @@ from engine.devices import is_main
 from engine.errors import in_one_line
 from engine.precision import precision_of, round_frozen_weights, with_precision
 from engine.sharding import full_tensor, loading_shards, reshard, set_tensor, shard, shard_weights
-from engine.text_model import freeze_towers, has_adapter
+from engine.text_model import freeze_towers, has_adapter, layers_of
 
 logging.disable_progress_bar()                            # a run has one of its own
 
@@ -155,6 +157,29 @@ def make_reference(model: PreTrainedModel, *, exact: bool = False):
     reference = with_precision(reference.eval(), precision_of(model)).requires_grad_(False)
     shard(reference if exact else round_frozen_weights(reference), model.mesh)
     return reference
+
+
+def recompute_activations(model: PreTrainedModel) -> None:
+    """Keep only the inputs of each layer, and forward it again in the backward pass.
+
+    The switch for this in transformers works in training mode only, with dropout.
+    """
+    from engine.prefix_attention import use_prefix_attention  # here: with gradient checkpointing alone
+
+    layers = layers_of(model)
+    if not layers:
+        raise ValueError(
+            f"--gradient_checkpointing=True: {type(model).__name__} has no layers made for it; leave it out")
+
+    def recomputed(forward, *args, **kwargs):
+        attention = partial(use_prefix_attention, model) if "token_layout" in kwargs else nullcontext
+        return checkpoint(
+            forward, *args, use_reentrant=False, preserve_rng_state=False,
+            context_fn=lambda: (nullcontext(), attention()), **kwargs,
+        )
+
+    for layer in layers:
+        layer.forward = partial(recomputed, layer.forward)
 
 
 def full_state_dict(model: PreTrainedModel) -> dict[str, torch.Tensor]:

@@ -28,9 +28,8 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from config import Config
-from engine.devices import all_gather_object, is_main
+from engine.devices import Ranks, all_gather_object, is_main
 from engine.errors import RunError
-from engine.ranks import Ranks
 from logprobs import completion_lengths
 from runs.console import RunConsole
 

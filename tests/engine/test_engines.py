@@ -11,13 +11,13 @@ from conftest import PROMPTS, made_up_rollout
 from torch.nn.utils import parameters_to_vector
 
 from config import Config, GRPOConfig
-from engine import device_policy, make_engine, ranks, saves_tokens
+from engine import device_policy, devices, make_engine, saves_tokens
 from engine.device_policy import DevicePolicy
 from engine.errors import RunError
 from engine.precision import with_precision
 from engine.shared import Shared
 from environments.conversations import sample_with_environment
-from environments.games import guess_letter
+from environments.tools import guess_letter
 from experience import demonstrations_as_experience
 from policy import Policy, RatioError
 from runs.setup import set_up
@@ -118,10 +118,10 @@ def test_a_limit_is_halved_down_to_what_has_to_fit(shared, value, least, tried):
 def test_processes_forward_every_row_once_and_have_as_many_passes(model, tokenizer, monkeypatch, make):
     policy, rollout = make(model, tokenizer, max_tokens=30), made_up_rollout([9, 5, 7], [5, 1, 9, 4, 12, 3])
     for size, rows in (2, [0, 1, 2, 3, 4, 5]), (4, [0, 1, 2, 3, 4, 5]), (3, [5, 0]), (2, [3]):
-        monkeypatch.setattr(ranks, "num_processes", lambda size=size: size)
+        monkeypatch.setattr(devices, "num_processes", lambda size=size: size)
         parts = []
         for rank in range(size):
-            monkeypatch.setattr(ranks, "process_rank", lambda rank=rank: rank)
+            monkeypatch.setattr(devices, "process_rank", lambda rank=rank: rank)
             parts.append([part.tolist() for part, new in policy.forward_passes(rollout, torch.tensor(rows)) if len(new.logp) == len(part)])
         assert sorted(row for each in parts for part in each for row in part) == sorted(rows) and len(set(map(len, parts))) == 1
         assert all(each[0] for each in parts[: len(rows)]), "a row for each process, if there are enough"
