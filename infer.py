@@ -30,7 +30,7 @@ from engine.precision import resolve_precision
 from environments.instances import tools_of
 from environments.loading import load_environment, refuse_missing_columns
 from experience import Groups
-from reward_functions.loading import load_reward_function, refuse_equal_names, require_columns
+from reward_functions.loading import load_reward_functions, require_columns
 from rewards import is_missing, text_of
 from runs.command_line import OneLineParser, add_flags
 from runs.folder import or_none
@@ -46,7 +46,7 @@ def main(argv: list[str]) -> None:
         run, *others = args.report
         print(report.compare_runs(args.report) if others else report.write_report(run))
         return
-    functions = [load_reward_function(name) for name in args.reward_functions]
+    functions = load_reward_functions(args.reward_functions)
     environment = load_environment(args.environment)
     if args.evaluate is None:
         print_answers(args, sample_answers(args, [{"prompt": args.question}], functions, environment))
@@ -57,7 +57,6 @@ def main(argv: list[str]) -> None:
 
 def load_problems(args: argparse.Namespace, functions: list, environment: Callable | None) -> list[dict]:
     """Load the first --limit examples of --evaluate. Raise ValueError if a column is missing."""
-    refuse_equal_names(functions)
     columns = {"prompt": args.prompt_column, "answer": args.answer_column}
     problems = load_examples(args.evaluate, args.split, limit=args.limit, columns=columns)
     refuse_missing_columns(args.environment, environment, problems)

@@ -22,9 +22,7 @@ EVALUATION = 2**32 - 1          # in seeds, in place of the step of a training s
 def evaluate(policy, examples: list[dict], config, **options) -> dict:
     """Return the metrics of one completion of each problem. Options: as for sample_and_score_problems.
 
-    returns  eval_accuracy (share correct) with eval_accuracy_low, eval_accuracy_high (95 %),
-             eval_problems, eval_reward/<function> (mean), eval_reward_low/ and eval_reward_high/
-             (95 %) and eval_truncated (share). Without known answers: no eval_accuracy.
+    returns  eval_accuracy and the others of docs/metrics.md; without known answers no eval_accuracy
     """
     groups = sample_and_score_problems(policy, examples, config, num_completions=1, **options)
     estimates = estimate_all(groups)

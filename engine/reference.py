@@ -79,13 +79,12 @@ def prepare_teacher(
 
 def load_reference(model, config: Config, checkpoint: Path, state: dict):
     """Return the reference saved with a checkpoint, None without a KL penalty. state: from state.pt."""
-    adapter = state.get("reference_adapter")
-    if config.grpo.kl_coef and adapter:
+    if adapter := state.get("reference_adapter"):
         reference = AdapterReference(model)
         pairs = zip(adapter, reference.kept, strict=True)
         copy_into(reference.kept, [sharded_like(new, old) for new, old in pairs])
         return reference
-    if not config.grpo.kl_coef or not (checkpoint / "reference").exists():
+    if not (checkpoint / "reference").exists():
         return None
     reference, _ = load_any_policy(
         replace(config.model, model_path=str(checkpoint / "reference")),

@@ -23,7 +23,6 @@ from itertools import groupby
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from engine.adapters import adapted_weights
@@ -32,7 +31,7 @@ from engine.devices import num_processes
 from engine.device_policy import DevicePolicy
 from engine.precision import precision_of
 from engine.sampler import SamplingState
-from engine.sharding import reshard
+from engine.sharding import gathered, reshard
 from logprobs import distribution_of
 from sample import Rollout, make_rollout, random_generators, stop_token_ids
 
@@ -162,8 +161,3 @@ def checkpoint_weights(model, *, with_tied_head: bool) -> Iterator[tuple[str, Te
             if name in layers:
                 weights[name] = weights[name].float() + gathered(layers[name].get_delta_weight("default"))
         yield from revert_weight_conversion(model, weights).items()
-
-
-def gathered(tensor: Tensor) -> Tensor:
-    """Gather a sharded tensor, in every process."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()

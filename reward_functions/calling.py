@@ -33,7 +33,6 @@ ONLY_BY_NAME = ("sampling_logp", "prompt_ids")            # not passed as part o
 ANSWER_NAMES = ("solution", "target", "ground_truth")     # further parameter names for the answer
 
 
-
 class NoResult(ValueError):
     """Report that a call returned something else than points, or took too long."""
 
@@ -201,11 +200,10 @@ def call_with_timeout(seconds: float, call: Callable):
     """Return call(), or raise NoResult after that many seconds; 0: no limit.
 
     A timer's signal interrupts Python code, waiting and regular expressions, but no other C code, and only in
-    the main thread: elsewhere, on Windows, and after a function's own signal.alarm there is no limit. A
-    thread that is given up on would go on, and functions that set an alarm, as math-verify does, fail in one.
+    the main thread: elsewhere, and after a function's own signal.alarm, there is no limit. A thread that is
+    given up on would go on, and functions that set an alarm, as math-verify does, fail in one.
     """
-    is_main = threading.current_thread() is threading.main_thread()
-    if not seconds or not is_main or not hasattr(signal, "setitimer"):
+    if not seconds or threading.current_thread() is not threading.main_thread():
         return call()
 
     def interrupt(*_) -> None:

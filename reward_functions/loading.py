@@ -105,11 +105,13 @@ def require_columns(functions: Iterable[Callable], examples: Sequence[dict], sou
                 f"--answer_column {column}.{next(iter(objects['answer']), 'FIELD')}")
 
 
-def refuse_equal_names(functions: list[Callable]) -> None:
-    """Raise ValueError if two functions have the same name: their points would be one column."""
-    names = [name_of(function) for function in functions]
+def load_reward_functions(names: Sequence[str | Callable]) -> list[Callable]:
+    """Load reward functions. Raise ValueError if two have the same name: their points would be one column."""
+    functions = list(map(load_reward_function, names))
+    names = list(map(name_of, functions))
     if repeated := next((name for name in names if names.count(name) > 1), ""):
         raise ValueError(f"--reward_functions: two have the name {repeated}; rename one by its __name__")
+    return functions
 
 
 def as_name(given) -> str:

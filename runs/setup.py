@@ -28,7 +28,7 @@ from engine.precision import resolve_precision
 from engine.sharding import shard
 from model import load_policy
 from policy import Policy
-from reward_functions.loading import as_name, load_reward_function, refuse_equal_names, require_columns
+from reward_functions.loading import as_name, load_reward_functions, require_columns
 from runs.checkpoint import latest_checkpoint, read_state
 from runs.folder import RunFolder
 from runs.phases import plan_phases
@@ -86,7 +86,7 @@ def validate_grpo_setup(
     if not dataset or not all("prompt" in example for example in dataset):
         raise ValueError(f"--dataset={config.data.dataset}: every example needs a prompt")
     names = config.grpo.reward_functions if reward_functions is None else reward_functions
-    require_columns([load_reward_function(name) for name in names], dataset, config.data.dataset)
+    require_columns(load_reward_functions(names), dataset, config.data.dataset)
     if environment := config.grpo.environment if environment is None else environment:
         from environments.loading import load_environment, refuse_missing_columns  # here: with one alone
 
@@ -164,8 +164,7 @@ def set_up(
     if not training.resume:                               # else as the run began, see Run.restore
         leave_busy_cores(console.print)
     names = config.grpo.reward_functions if reward_functions is None else reward_functions
-    functions = [load_reward_function(name) for name in names] if training.use_grpo else []
-    refuse_equal_names(functions)
+    functions = load_reward_functions(names) if training.use_grpo else []
     environment, tools = (config.grpo.environment if environment is None else environment) or None, None
     if environment:
         from environments.instances import tools_of       # here: with an environment alone
