@@ -84,13 +84,6 @@ class VLLM:
     @contextmanager
     def sampling(self):
         """Send vLLM the policy's weights, and let it sample within the context. Call on all ranks."""
-        self.send_weights()
-        yield
-        if self.sleeps:
-            self.on_all_ranks(self.llm.sleep, level=2)    # the next weights replace these
-
-    def send_weights(self) -> None:
-        """Send all weights. Call on all ranks."""
         model = self.policy.model
         reshard(model)
         if self.sleeps:
@@ -101,6 +94,9 @@ class VLLM:
         if self.sleeps:
             self.on_all_ranks(self.llm.wake_up, tags=["kv_cache"])
         self.on_all_ranks(self.llm.reset_prefix_cache)
+        yield
+        if self.sleeps:
+            self.on_all_ranks(self.llm.sleep, level=2)    # the next weights replace these
 
     def sample(
         self, prompts: list, config, seeds: int | Sequence, *, num_completions: int,

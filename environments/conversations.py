@@ -98,7 +98,11 @@ class Conversations:
             text = start_group(self.environment, group, str(self.seeds[p]))
         except ValueError as error:
             raise RunError(f"environment {self.config.environment}: {error}") from None
-        return append_text(prompt, text) if text else prompt
+        if not text:
+            return prompt
+        if isinstance(prompt, str):
+            return prompt + text
+        return [*prompt[:-1], prompt[-1] | {"content": prompt[-1]["content"] + text}]
 
     def __call__(self, row: int, ids: list[int]) -> list[int]:
         """Return what the environment of a row replies to its tokens so far: see Conversation.end_turn."""
@@ -124,13 +128,6 @@ class Conversations:
     def close(self) -> None:
         """Close the instances."""
         close_all([instance.environment for instance in self.instances], self.config.reward_timeout)
-
-
-def append_text(prompt: str | list, text: str) -> str | list[dict]:
-    """Append text to a prompt, or to the last of its messages."""
-    if isinstance(prompt, str):
-        return prompt + text
-    return [*prompt[:-1], prompt[-1] | {"content": prompt[-1]["content"] + text}]
 
 
 class Conversation:
