@@ -184,8 +184,7 @@ class PrefixCache:
         width, dtype = layer.prompts[0].shape[2], query.dtype
         masks = (
             self.once_a_step(self.prompt_mask, heads, query.shape[1], width, window, dtype),
-            self.once_a_step(self.own_mask, heads, window, dtype),
-        )
+            self.once_a_step(self.own_mask, heads, window, dtype))
         options = Options(None, softcap, scaling)
         output = attend_to_prompt_and_own(query, *own, *prompts, *masks, sinks, self.siblings, options)
         return output.unflatten(0, (-1, heads)).flatten(1, 2)[:, None]

@@ -131,8 +131,7 @@ def check_context_length(model: PreTrainedModel, prompt_tokens: int, completion_
         raise ValueError(
             f"--generation_max_length={completion_tokens}: with prompts of up to {prompt_tokens} tokens that "
             f"exceeds the model's {limit} positions; at most {max(0, limit - prompt_tokens)}, or shorten the "
-            "prompts (train.py: --max_prompt_length)"
-        )
+            "prompts (train.py: --max_prompt_length)")
 
 
 def make_reference(model: PreTrainedModel, *, exact: bool = False):
@@ -175,8 +174,7 @@ def recompute_activations(model: PreTrainedModel) -> None:
         attention = partial(use_prefix_attention, model) if "token_layout" in kwargs else nullcontext
         return checkpoint(
             forward, *args, use_reentrant=False, preserve_rng_state=False,
-            context_fn=lambda: (nullcontext(), attention()), **kwargs,
-        )
+            context_fn=lambda: (nullcontext(), attention()), **kwargs)
 
     for layer in layers:
         layer.forward = partial(recomputed, layer.forward)

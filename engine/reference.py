@@ -31,8 +31,7 @@ def compare_tokenizers(tokenizer, config: Config) -> None:
         example = f"{differs[0]!r} is {ours[differs[0]]} here and {theirs.get(differs[0])} there"
         raise ValueError(
             f"--reference_path={config.grpo.reference_path}: {len(differs)} of {len(ours)} tokens are others "
-            f"there ({example}); take a model with the policy's tokenizer"
-        )
+            f"there ({example}); take a model with the policy's tokenizer")
 
 
 def load_teacher(config: Config, policy: torch.nn.Module) -> torch.nn.Module:
@@ -67,13 +66,11 @@ def prepare_teacher(
     if sizes[0] < len(tokenizer):
         raise ValueError(
             f"reference: it knows {sizes[0]} tokens, the tokenizer {len(tokenizer)}; take a model with the "
-            "same tokenizer"
-        )
+            "same tokenizer")
     if config.grpo.exact_kl and sizes[0] != sizes[1]:
         raise ValueError(
             f"reference: its head has {sizes[0]} rows, that of the policy {sizes[1]}, and the exact KL sums "
-            f"over both; take --kl_estimator ratio_k3, or resize_token_embeddings({min(sizes)})"
-        )
+            f"over both; take --kl_estimator ratio_k3, or resize_token_embeddings({min(sizes)})")
     return reference.eval().requires_grad_(False)
 
 

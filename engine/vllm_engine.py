@@ -74,8 +74,7 @@ class VLLM:
                 folder, load_format="dummy", skip_tokenizer_init=True, dtype=precision_of(model),
                 max_model_len=max_length, gpu_memory_utilization=memory, logprobs_mode="processed_logprobs",
                 enable_sleep_mode=self.sleeps, enforce_eager=not self.sleeps, language_model_only=True,
-                distributed_executor_backend="external_launcher" if num_processes() > 1 else None,
-            )
+                distributed_executor_backend="external_launcher" if num_processes() > 1 else None)
 
     def on_all_ranks(self, function: Callable, *args, **kwargs):
         """Call a function of the engine of each rank; the first rank's error is raised on all."""
@@ -111,8 +110,7 @@ class VLLM:
         stop_ids, distribution = stop_token_ids(self.policy.model, tokenizer), distribution_of(config)
         state = SamplingState(
             torch.zeros(len(seeds), limit), stop_ids, tokenizer.pad_token_id, distribution,
-            torch.device("cpu"), reply,
-        )
+            torch.device("cpu"), reply)
         requests = [range(p * size, (p + 1) * size) for p in range(len(prompts))]     # rows of siblings
         while requests:
             inputs, parameters, count = [], [], state.count.tolist()

@@ -122,8 +122,7 @@ class Conversations:
         return replace(
             rollout, turn_points=points, environments=[each.environment for each in self.each],
             finished=rollout.finished & ~torch.tensor([conversation.too_long for conversation in self.each]),
-            completions=[conversation.completion_messages(ids[:n]) for conversation, ids, n in rows],
-        )
+            completions=[conversation.completion_messages(ids[:n]) for conversation, ids, n in rows])
 
     def close(self) -> None:
         """Close the instances."""

@@ -74,8 +74,7 @@ def start_group(environment_class: type, group: list[Instance], seed: str) -> st
     if different := [text for text in texts if text != texts[0]]:
         raise ValueError(
             f"reset returned {texts[0]!r:.60} and {different[0]!r:.60} for one prompt; let them depend on "
-            "columns, and on `random`, which is seeded"
-        )
+            "columns, and on `random`, which is seeded")
     return texts[0] if texts else ""
 
 

@@ -35,8 +35,7 @@ def load_environment(name: str | Callable) -> Callable | None:
     elif environment is not None and not inspect.signature(environment).parameters:
         raise ValueError(
             f"--environment={as_name(name)}: must take the conversation, a list of chat messages, as first "
-            "argument"
-        )
+            "argument")
     return environment
 
 

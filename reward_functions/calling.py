@@ -88,8 +88,7 @@ def wrap_reward_functions(
         sampling_logp=select_tokens(rollout.sampling_logp, mask),
         prompt_ids=[row for row in prompt_ids for _ in range(group_size)],
         trainer_state=trainer_state or SimpleNamespace(global_step=0, max_steps=1, epoch=0.0),
-        log_extra=reports.log_extra, log_metric=reports.log_metric,
-    )
+        log_extra=reports.log_extra, log_metric=reports.log_metric)
     if turn_points is not None:
         ends = mask & ~torch.cat([mask[:, 1:], torch.zeros_like(mask[:, :1])], dim=1)       # (B, T), of turns
         provided["turn_points"] = select_tokens(turn_points, ends)

@@ -96,8 +96,7 @@ def require_columns(functions: Iterable[Callable], examples: Sequence[dict], sou
         if missing := missing_columns(function, columns):
             raise ValueError(
                 f"--reward_functions {name_of(function)}: needs the column {missing[0]}, which {source} does "
-                f"not have (columns with values: {', '.join(sorted(columns))})"
-            )
+                f"not have (columns with values: {', '.join(sorted(columns))})")
         if objects and name_of(function) in BUILT_IN and "answer" in inspect.signature(function).parameters:
             column = next(name for name, value in objects.items() if value == objects["answer"])
             raise ValueError(

@@ -97,8 +97,7 @@ def run_python(
     if "refused" in answer:
         raise RuntimeError(
             "programs cannot be isolated here, so none is run: run as root, or allow user namespaces "
-            f"({answer['refused']})"
-        )
+            f"({answer['refused']})")
     return SandboxResult(**answer)
 
 

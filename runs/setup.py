@@ -265,8 +265,7 @@ def find_checkpoint(config: Config, folder: RunFolder) -> Path | None:
     checkpoint = folder.ranks.gather(partial(latest_checkpoint, folder.path))[0]
     if not checkpoint and (folder.path / "final").exists():
         raise ValueError(
-            f"--resume: {folder.path} is complete and its checkpoints are gone; pass final as --model_path"
-        )
+            f"--resume: {folder.path} is complete and its checkpoints are gone; pass final as --model_path")
     console = folder.console
     console.print(f"resuming {folder.path} from {checkpoint or 'its beginning: there is no checkpoint yet'}")
     if checkpoint:
@@ -293,8 +292,7 @@ def compare_settings(config: Config, checkpoint: Path, notify: Callable) -> None
         if name in changed:
             raise ValueError(
                 f"--{name}={now[name]}: this run began with {saved[name]!r}; start a new one, with a "
-                "checkpoint as --model_path"
-            )
+                "checkpoint as --model_path")
     if changed:
         notify("  note   changed: " + ", ".join(f"{name} {saved[name]} -> {now[name]}" for name in changed))
 
@@ -308,8 +306,7 @@ def parse_mesh(config: Config) -> dict[str, int]:
     if len(mesh) > 3 or math.prod(mesh.values()) != processes:
         raise ValueError(
             f"--mesh={text}: write some of replicate=K,fsdp=M,tp=N; K * M * N is the number of processes, "
-            f"here {processes}"
-        )
+            f"here {processes}")
     offloads = config.grpo.reference_offload and processes > 1
     reject(config.grpo, ("reference_offload", offloads, "not in several processes; leave it out"))
     reject(

@@ -76,8 +76,7 @@ def fit_prompts(
         raise ValueError(
             f"--max_prompt_length={limit}: {len(too_long)} of {len(examples)} prompts are longer, such as "
             f"{examples[too_long[0]]['prompt']!r:.40} with {lengths[too_long[0]]} tokens; raise it to "
-            f"{max(lengths)}, or pass --long_prompts drop"
-        )
+            f"{max(lengths)}, or pass --long_prompts drop")
     if too_long:
         notify(f"{len(too_long)} of {len(examples)} prompts have more than {limit} tokens: drop")
     kept = [(example, n) for example, n in zip(examples, lengths, strict=True) if n <= limit]
@@ -103,8 +102,7 @@ def validate_demonstrations(config: Config, dataset: Sequence[dict]) -> None:
         raise ValueError(
             f"--dataset={config.data.dataset}: no completion for {without} of {len(dataset)} examples, which "
             "supervised steps need; name a --completion_column, take conversations (--prompt_column "
-            "messages), or pass --use_grpo --cold_start_steps 0 to learn from rewards alone"
-        )
+            "messages), or pass --use_grpo --cold_start_steps 0 to learn from rewards alone")
 
 
 def refuse_long_demonstrations(
@@ -119,8 +117,7 @@ def refuse_long_demonstrations(
         if length > positions:
             raise ValueError(
                 f"--dataset={config.data.dataset}: example {number} and its completion have {length} tokens, "
-                f"and the model {positions} positions; leave it out, or shorten it"
-            )
+                f"and the model {positions} positions; leave it out, or shorten it")
 
 
 def prompt_key(prompt) -> str:
