@@ -20,10 +20,7 @@ EVALUATION = 2**32 - 1          # in seeds, in place of the step of a training s
 
 
 def evaluate(policy, examples: list[dict], config, **options) -> dict:
-    """Return the metrics of one completion of each problem. Options: as for sample_and_score_problems.
-
-    returns  eval_accuracy and the others of docs/metrics.md; without known answers no eval_accuracy
-    """
+    """Return eval_accuracy and so on (docs/metrics.md). Options: as for sample_and_score_problems."""
     groups = sample_and_score_problems(policy, examples, config, num_completions=1, **options)
     estimates = estimate_all(groups)
     metrics = groups.reports.means() | {

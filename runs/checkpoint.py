@@ -29,9 +29,7 @@ from runs.folder import flush
 def write_checkpoint(folder: Path, step: int, model, tokenizer, reference, state: dict, *, keep: int) -> Path:
     """Write folder/step-<step>, delete all but the newest checkpoints, return the new one. Call on all ranks.
 
-    reference  a model, or None
-    state      contents of state.pt
-    keep       number of checkpoints to keep
+    reference  a model, or None;  state  contents of state.pt
     raises     RunError, on all ranks, if it cannot be written
     """
     target = folder / f"step-{step:08d}"
@@ -110,10 +108,9 @@ def load_optimizer_state(policy, state: dict) -> None:
     moments, optimizer, scheduler = state["optimizer"]["state"], policy.optimizer, policy.scheduler
     for i, tensors in moments.items():
         moments[i] = {name: sharded_like(x, policy.parameters[i]) for name, x in tensors.items()}
-    peaks = scheduler.base_lrs                            # a flag may have changed it
     optimizer.load_state_dict(state["optimizer"])
-    scheduler.load_state_dict(state["scheduler"])
-    scheduler.base_lrs = peaks
+    peaks = scheduler.base_lrs                            # a flag may have changed it
+    scheduler.load_state_dict(state["scheduler"] | {"base_lrs": peaks})
     for group, peak, lr in zip(optimizer.param_groups, peaks, scheduler.get_lr(), strict=True):
         group.update(initial_lr=peak, lr=lr)
     if state["scaler"]:

@@ -111,20 +111,18 @@ class RunFolder:
 
     def log(self, step: int, phase: str, metrics: dict) -> None:
         """Append a line to metrics.jsonl and pass it to the tracker. NaN becomes null: JSON has no NaN."""
-        if not self.writes:
-            return
-        line = {"step": step, "phase": phase}
-        for name, value in metrics.items():
-            line.setdefault(name, or_none(value) if isinstance(value, float) else value)
-        with (self.path / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps(line) + "\n")
-        numbers = {name: value for name, value in line.items() if isinstance(value, int | float)}
-        self.send(step, {f"{phase}/{name}": value for name, value in numbers.items() if name != "step"})
+        floats = {name: or_none(value) for name, value in metrics.items() if isinstance(value, float)}
+        line = metrics | floats
+        self.append("metrics.jsonl", step, phase, [line])
+        if self.writes:
+            numbers = {name: value for name, value in line.items() if isinstance(value, int | float)}
+            self.send(step, {f"{phase}/{name}": value for name, value in numbers.items()})
 
     def append(self, name: str, step: int, phase: str, records: list[dict]) -> None:
         if not self.writes:
             return
-        lines = [json.dumps({"step": step, "phase": phase} | record, default=str) for record in records]
+        first = {"step": step, "phase": phase}            # which no record replaces
+        lines = [json.dumps(first | record | first, default=str) for record in records]
         with (self.path / name).open("a") as file:        # all of them, or none if one is no JSON
             file.writelines(line + "\n" for line in lines)
 
@@ -145,7 +143,6 @@ def open_tracker(
 
     No network is needed: TensorBoard writes into the run folder, and so does wandb with WANDB_MODE=offline.
 
-    report_to  tensorboard, wandb or none
     last_step  that a run continues after, 0 for a new run: wandb continues its entry, TensorBoard drops
                later events
     """
