@@ -87,7 +87,7 @@ def validate_grpo_setup(
         raise ValueError(f"--dataset={config.data.dataset}: every example needs a prompt")
     names = config.grpo.reward_functions if reward_functions is None else reward_functions
     require_columns(load_reward_functions(names), dataset, config.data.dataset)
-    if environment := config.grpo.environment if environment is None else environment:
+    if environment := environment or config.grpo.environment:
         from environments.loading import load_environment, refuse_missing_columns  # here: with one alone
 
         refuse_missing_columns(config.grpo.environment, load_environment(environment), dataset)
@@ -165,7 +165,7 @@ def set_up(
         leave_busy_cores(console.print)
     names = config.grpo.reward_functions if reward_functions is None else reward_functions
     functions = load_reward_functions(names) if training.use_grpo else []
-    environment, tools = (config.grpo.environment if environment is None else environment) or None, None
+    environment, tools = environment or config.grpo.environment or None, None
     if environment:
         from environments.instances import tools_of       # here: with an environment alone
         from environments.loading import load_environment
