@@ -52,7 +52,15 @@ def load_any_policy(config, *, trainable: bool = True):
             found = f"the adapter in {config.model_path} has {adapter['r']}"
             raise ValueError(f"--lora_rank={config.lora_rank}: {found}; omit it")
         tokenizer = core.load_tokenizer(config)
-        policy = load_text_weights(config) if config.model_path else core.tiny_gemma(tokenizer, config)
+        if config.model_path:
+            path = adapter.get("base_model_name_or_path", config.model_path)
+            cls = auto_class(AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code))
+            with loading_shards():
+                policy, missing = core.load_weights(config, path, cls)
+            freeze_towers(policy)
+            core.require_weights(policy, missing, config.model_path)
+        else:
+            policy = core.tiny_gemma(tokenizer, config)
         if adapter or config.lora_rank:
             from engine.adapters import add_adapter       # here, as below: with an adapter alone
 
@@ -60,17 +68,6 @@ def load_any_policy(config, *, trainable: bool = True):
         if not trainable:
             policy.requires_grad_(False)
         return with_precision(policy, config.precision), tokenizer
-
-
-def load_text_weights(config) -> PreTrainedModel:
-    """Load a model, or the base model of an adapter, a shard of it in each process. Freeze its towers."""
-    path = adapter_settings(config.model_path).get("base_model_name_or_path", config.model_path)
-    cls = auto_class(AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code))
-    with loading_shards():
-        policy, missing = core.load_weights(config, path, cls)
-    freeze_towers(policy)
-    core.require_weights(policy, missing, config.model_path)
-    return policy
 
 
 @contextmanager
