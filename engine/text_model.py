@@ -22,6 +22,8 @@ def layers_of(model: PreTrainedModel) -> list[nn.Module]:
 
 def freeze_towers(model: PreTrainedModel) -> None:
     """Exclude what text does not pass through from training: no gradients, no optimiser state, no decay."""
+    if text_model(model) is model.base_model:             # there are no towers
+        return
     parts = text_model(model), model.get_input_embeddings(), model.get_output_embeddings()
     used = {parameter for part in parts for parameter in part.parameters()}
     for parameter in model.parameters():
