@@ -148,7 +148,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser = OneLineParser(
         prog="infer.py", usage="infer.py --flag value ...", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter)
-    modes, add = parser.add_mutually_exclusive_group(required=True).add_argument, parser.add_argument
+    modes, add = parser.add_mutually_exclusive_group().add_argument, parser.add_argument
     modes("--question", help="print the model's answer to this prompt")
     modes("--evaluate", metavar="DATASET", help="a file, hub id or built-in task with problems or prompts")
     modes("--report", metavar="RUN", nargs="+", type=Path,
@@ -168,6 +168,8 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         parser, shared, reward_functions=["correctness"], generation_batch_size=64,
         generation_temperature=1.0, generation_top_p=1.0, generation_top_k=0)
     args = parser.parse_all(argv)
+    if (args.question, args.evaluate, args.report) == (None, None, None):
+        raise ValueError("give one of --question, --evaluate and --report")
     if args.evaluate is None and (args.json or args.reward_functions != ["correctness"]):
         raise ValueError("--json and --reward_functions: need --evaluate")
     same_file = args.json and args.json.resolve() == Path(args.evaluate).resolve()

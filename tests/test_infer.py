@@ -250,7 +250,7 @@ def test_an_answer_form_that_no_completion_has_is_mentioned(folder, scripted, ca
 
 
 @pytest.mark.parametrize("flags,message", [
-    ("", "one of the arguments --question --evaluate --report is required"),
+    ("", "give one of --question, --evaluate and --report"),
     ("--question q --evaluate arithmetic", "not allowed with argument --question"),
     ("--question q --json a.json", "--json and --reward_functions: need --evaluate"),
     ("--question q --reward_functions countdown", "--json and --reward_functions: need --evaluate"),
