@@ -165,7 +165,8 @@ def set_up(
         leave_busy_cores(console.print)
     names = config.grpo.reward_functions if reward_functions is None else reward_functions
     functions = load_reward_functions(names) if training.use_grpo else []
-    environment, tools = environment or config.grpo.environment or None, None
+    environment = environment or config.grpo.environment or None
+    tools = None
     if environment:
         from environments.instances import tools_of       # here: with an environment alone
         from environments.loading import load_environment
