@@ -109,8 +109,7 @@ def is_alternating(messages: list) -> bool:
     """Return True for chat messages that alternate, from the assistant's to the assistant's."""
     return len(messages) % 2 == 1 and all(
         isinstance(message, dict) and isinstance(message.get("content"), str) and "role" in message
-        and (message["role"] == "assistant") == (number % 2 == 0) for number, message in enumerate(messages)
-    )
+        and (message["role"] == "assistant") == (number % 2 == 0) for number, message in enumerate(messages))
 
 
 def texts_of(content: str | list | None) -> list[str]:

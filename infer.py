@@ -13,6 +13,7 @@ completions, also for prompts without answers. Not supported: chat and serving, 
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -29,7 +30,7 @@ from engine.precision import resolve_precision
 from environments.instances import tools_of
 from environments.loading import load_environment, refuse_missing_columns
 from experience import Groups
-from reward_functions.loading import load_reward_function, refuse_equal_names, require_columns
+from reward_functions.loading import load_reward_functions, require_columns
 from rewards import is_missing, text_of
 from runs.command_line import OneLineParser, add_flags
 from runs.folder import or_none
@@ -45,21 +46,20 @@ def main(argv: list[str]) -> None:
         run, *others = args.report
         print(report.compare_runs(args.report) if others else report.write_report(run))
         return
-    functions = [load_reward_function(name) for name in args.reward_functions]
-    examples = [{"prompt": args.question}] if args.evaluate is None else load_problems(args, functions)
-    groups = sample_answers(args, examples, functions)
+    functions = load_reward_functions(args.reward_functions)
+    environment = load_environment(args.environment)
     if args.evaluate is None:
-        print_answers(args, groups)
+        print_answers(args, sample_answers(args, [{"prompt": args.question}], functions, environment))
     else:
-        print_evaluation(args, groups)
+        problems = load_problems(args, functions, environment)
+        print_evaluation(args, sample_answers(args, problems, functions, environment))
 
 
-def load_problems(args: argparse.Namespace, functions: list) -> list[dict]:
+def load_problems(args: argparse.Namespace, functions: list, environment: Callable | None) -> list[dict]:
     """Load the first --limit examples of --evaluate. Raise ValueError if a column is missing."""
-    refuse_equal_names(functions)
     columns = {"prompt": args.prompt_column, "answer": args.answer_column}
     problems = load_examples(args.evaluate, args.split, limit=args.limit, columns=columns)
-    refuse_missing_columns(args.environment, load_environment(args.environment), problems)
+    refuse_missing_columns(args.environment, environment, problems)
     is_answered = any(not is_missing(problem.get("answer")) for problem in problems)
     if is_answered or args.reward_functions != ["correctness"]:
         require_columns(functions, problems, args.evaluate)
@@ -72,38 +72,28 @@ def load_problems(args: argparse.Namespace, functions: list) -> list[dict]:
     return problems
 
 
-def sample_answers(args: argparse.Namespace, examples: list[dict], functions: list) -> Groups:
+def sample_answers(
+    args: argparse.Namespace, examples: list[dict], functions: list, environment: Callable | None
+) -> Groups:
     """Sample --samples completions of each example with the model of --model_path, and score them."""
     if not args.model_path:
         print("no --model_path: this is the built-in model with random weights, untrained", file=sys.stderr)
     leave_busy_cores(partial(print, file=sys.stderr))
-    device, environment = best_device(args.device), load_environment(args.environment)
+    device = best_device(args.device)
     args.precision = resolve_precision(args.precision, device)                   # not auto, in --json too
     config = section_of(args, GRPOConfig)
-    policy = load_frozen_policy(
-        section_of(args, ModelConfig), device, tools=tools_of(environment), share_prompts=bool(args.evaluate))
+    model, tokenizer = load_any_policy(section_of(args, ModelConfig), trainable=False)
+    tokenizer.tools = tools_of(environment)               # for the chat template
+    policy = DevicePolicy(move(model, device), tokenizer)
+    if args.evaluate or device.type == "xla":             # shared prompts need a check of some seconds
+        policy, _ = choose_engine(policy, ["1+1=?"], config)
+    refuse_wrong_sampler(policy)
     examples = [instructed(example, args.instruction) for example in examples]
     longest = max(len(encode_prompt(policy.tokenizer, example["prompt"])) for example in examples)
     check_context_length(policy.model, longest, config.generation_max_length)
     return evaluation.sample_and_score_problems(
         policy, examples, config, seed=args.seed, num_completions=args.samples,
         reward_functions=functions, weights=config.weights, environment=environment)
-
-
-def load_frozen_policy(
-    config: ModelConfig, device, *, tools: list | None, share_prompts: bool
-) -> DevicePolicy:
-    """Load a model to sample from it on a device. Raise ValueError if it would sample wrongly.
-
-    share_prompts  forward each prompt once for all its completions, after a check of some seconds
-    """
-    model, tokenizer = load_any_policy(config, trainable=False)
-    tokenizer.tools = tools                               # for the chat template
-    policy = DevicePolicy(move(model, device), tokenizer)
-    if share_prompts or device.type == "xla":
-        policy, _ = choose_engine(policy, ["1+1=?"], GRPOConfig())
-    refuse_wrong_sampler(policy)
-    return policy
 
 
 def print_answers(args: argparse.Namespace, groups: Groups) -> None:

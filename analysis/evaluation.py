@@ -13,29 +13,24 @@ from torch import Tensor
 
 from experience import Groups
 from rewards import correctness, extract_answer, same_answer, text_of
+from runs.console import with_limits
 from runs.groups import sample_and_score
 
 EVALUATION = 2**32 - 1          # in seeds, in place of the step of a training step
 
 
 def evaluate(policy, examples: list[dict], config, **options) -> dict:
-    """Return the metrics of one completion of each problem. Options: as for sample_and_score_problems.
-
-    returns  eval_accuracy (share correct) with eval_accuracy_low, eval_accuracy_high (95 %),
-             eval_problems, eval_reward/<function> (mean), eval_reward_low/ and eval_reward_high/
-             (95 %) and eval_truncated (share). Without known answers: no eval_accuracy.
-    """
+    """Return eval_accuracy and so on (docs/metrics.md). Options: as for sample_and_score_problems."""
     groups = sample_and_score_problems(policy, examples, config, num_completions=1, **options)
     estimates = estimate_all(groups)
     metrics = groups.reports.means() | {
         "problems": estimates["reward/correctness"]["problems"] or len(examples),
         "truncated": float((~groups.rollout.finished).double().mean()),
     }
+    metrics = {f"eval_{name}": value for name, value in metrics.items()}
     for name, estimate in estimates.items():
-        kind, slash, function = name.partition("/")
-        for end, value in ("", estimate["mean"]), ("_low", estimate["low"]), ("_high", estimate["high"]):
-            metrics[f"{kind}{end}{slash}{function}"] = value
-    return {f"eval_{name}": value for name, value in metrics.items()}
+        metrics |= zip(with_limits(f"eval_{name}"), list(estimate.values())[:3], strict=True)
+    return metrics
 
 
 def sample_and_score_problems(

@@ -22,7 +22,6 @@ from rich.text import Text
 from torch import Tensor
 
 import train
-from config import GRPOConfig
 from data import as_text
 from experience import Batch, Experience, Groups, compute_experience
 from grpo import kl_penalty, token_loss
@@ -46,33 +45,33 @@ def main(argv: list[str]) -> None:
     if run.folder.ranks.size > 1:
         raise ValueError("a step is explained in one process; start it without torchrun")
     train_until_grpo(run)
-    config, console, groups = run.config.grpo, run.console, find_group(run)
-    rollout, policy, rows = groups.rollout, run.policy, torch.arange(groups.rewards.numel())
+    config, policy, groups = run.config.grpo, run.policy, find_group(run)
+    rollout, rows = groups.rollout, torch.arange(groups.rewards.numel())
     advantages = train.group_advantages(groups.rewards, config, run.progress.mean_reward)
     experience = compute_experience(groups, advantages, config, policy, run.reference)
-    show_completions(console, config, groups, experience)
+    show_completions(run, groups, experience)
     old = policy.log_probs(rollout).logp                                         # (G, T)
     best_first = mean_advantages(experience).argsort(descending=True, stable=True).tolist()
     picked = [(row, t) for row in (best_first[0], best_first[-1]) for t in least_likely_tokens(rollout, row)]
     title = "3. Some tokens before the update: by sampler (old) and trainer (new)"
     batch = experience.batch(rows, config.aggregation, max_tokens=config.generation_max_length)
-    show_tokens(console, config, policy.tokenizer, batch, old, picked, title)
+    show_tokens(run, title, batch, old, picked)
 
     reference = run.reference if config.exact_kl else None
     losses = policy.forward_backward(batch, partial(train.grpo_loss, config), reference=reference)
-    show_loss(console, config, losses, batch)
+    show_loss(run, losses, batch)
     rate, max_norm = policy.scheduler.get_last_lr()[0], run.config.training.max_grad_norm
     norm = policy.optimizer_step(max_norm)["grad_norm"]
-    console.print(
+    run.console.print(
         f"5. The update: gradient norm {norm:.4g}, clipped to {max_norm:g} if larger; "
         f"{type(policy.optimizer).__name__}, learning rate {rate:.3g}")
 
     new = policy.log_probs(rollout).logp
     title = "6. The same tokens after it, as a second epoch on this rollout would see them"
-    show_tokens(console, config, policy.tokenizer, batch, new, picked, title)
+    show_tokens(run, title, batch, new, picked)
     mask = rollout.completion_mask
     before, after = ((logp * mask).sum(dim=1) for logp in (old, new))            # (G,) nats
-    show(console, "7. log-probability of each completion", ["", "A", "before", "after", "change"], [
+    show(run.console, "7. log-probability of each completion", ["", "A", "before", "after", "change"], [
         [str(g), f"{a:+.4f}", f"{start:.4f}", f"{end:.4f}", f"{end - start:+.4f} nat"]
         for g, (a, start, end) in enumerate(zip(mean_advantages(experience), before, after, strict=True))
     ])
@@ -134,9 +133,9 @@ def show(console: RunConsole, title: str, head: list[str], lines: list[list[str]
     console.rich.print(table, soft_wrap=False)
 
 
-def show_completions(console: RunConsole, config: GRPOConfig, groups: Groups, experience: Experience) -> None:
+def show_completions(run: Run, groups: Groups, experience: Experience) -> None:
     """Print the prompt, its completions, their points and advantages."""
-    rollout, points = groups.rollout, groups.rewards
+    console, config, rollout, points = run.console, run.config.grpo, groups.rollout, groups.rewards
     console.print(f"\nprompt: {groups.examples[0]['prompt']!r}, answer: {groups.examples[0].get('answer')!r}")
     head = ["", "completion", "tokens", "log-probability", "ended"]
     show(console, "1. Completions, sampled one token after the other", head, [
@@ -160,29 +159,28 @@ def show_completions(console: RunConsole, config: GRPOConfig, groups: Groups, ex
     console.print(f"   A by {how}; where tokens have their own, the mean")
 
 
-def show_tokens(
-    console: RunConsole, config: GRPOConfig, tokenizer, batch: Batch, logp: Tensor,
-    picked: list[tuple[int, int]], title: str,
-) -> None:
+def show_tokens(run: Run, title: str, batch: Batch, logp: Tensor, picked: list[tuple]) -> None:
     """Print ratio, loss and KL of the picked tokens (row, t); logp (G, T): under the policy."""
+    decode, old_logp = run.policy.tokenizer.decode, batch.old_logp
     loss, clipped, log_ratio = token_loss(                                       # (G, T) each
-        logp, batch.old_logp, batch.advantages, batch.mask, **config.loss_arguments)
+        logp, old_logp, batch.advantages, batch.mask, **run.config.grpo.loss_arguments)
     ratio = log_ratio.clamp(-20, 20).exp()
     head, columns = ["", "token", "old logp", "new logp", "ratio", "A", "clipped", "loss"], []
     if batch.reference_logp is not None:
         head.append("KL to reference")
         columns.append(kl_penalty(logp, batch.reference_logp, estimator="k3"))
     ids, advantages = batch.rollout.completion_ids, batch.advantages
-    show(console, title, head, [
-        [str(row), repr(tokenizer.decode([ids[row, t].item()])), f"{batch.old_logp[row, t]:.4f}",
-         f"{logp[row, t]:.4f}", f"{ratio[row, t]:.4f}", f"{advantages[row, t]:+.4f}",
-         "yes" if clipped[row, t] else "no", f"{loss[row, t]:+.4f}", *(f"{kl[row, t]:.5f}" for kl in columns)]
+    show(run.console, title, head, [
+        [str(row), repr(decode([ids[row, t].item()])), f"{old_logp[row, t]:.4f}", f"{logp[row, t]:.4f}",
+         f"{ratio[row, t]:.4f}", f"{advantages[row, t]:+.4f}", "yes" if clipped[row, t] else "no",
+         f"{loss[row, t]:+.4f}", *(f"{kl[row, t]:.5f}" for kl in columns)]
         for row, t in picked
     ])
 
 
-def show_loss(console: RunConsole, config: GRPOConfig, losses: dict, batch: Batch) -> None:
+def show_loss(run: Run, losses: dict, batch: Batch) -> None:
     """Print the terms of the loss, their sum, and the weights of tokens."""
+    console, config = run.console, run.config.grpo
     terms = [name for name in losses if name == "policy_loss" or name.endswith("_term")]
     lines = [[name, f"{losses[name]:+.6f}"] for name in [*terms, "total_loss"]]
     show(console, "4. The loss", ["term", "value"], lines)

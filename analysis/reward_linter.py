@@ -9,8 +9,8 @@ from collections.abc import Callable
 from itertools import islice
 
 from data import demonstration
-from reward_functions.calling import wrap_reward_functions
-from rewards import compute_rewards_for_completions, text_of
+from rewards import text_of
+from runs.groups import score
 from sample import demonstrations_as_rollout
 
 KINDS = "gold", "empty", "wrong", "form", "spam", "newline"     # columns of the table, see docs/rewards.md
@@ -59,10 +59,9 @@ def lint(
             kinds.append(kind)
             rows.append(example | {"completion": text})
     rollout = demonstrations_as_rollout(model, tokenizer, rows)
-    wrapped, _ = wrap_reward_functions(functions, rollout, config)
-    total, points = compute_rewards_for_completions(wrapped, config.weights, rollout, rows)      # (rows, 1)
+    groups = score(rollout, rows, functions, config.weights, config)
     table = [f"| points | {' | '.join(KINDS)} |", "|---" * (len(KINDS) + 1) + "|"]
-    for name, values in (points | {"total": total}).items():
+    for name, values in (groups.per_function | {"total": groups.scores}).items():            # (rows, 1)
         means = {kind: float(values[[k == kind for k in kinds]].nanmean()) for kind in KINDS}
         means = {kind: mean for kind, mean in means.items() if not math.isnan(mean)}
         cells = [f"{means[kind]:.2f}" if kind in means else "" for kind in KINDS]

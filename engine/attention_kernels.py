@@ -35,8 +35,7 @@ class FlashOnCPU:
     def forward(q, k, v, mask, causal: bool, options: Options):
         k, v = (x.expand(-1, q.shape[1], -1, -1) for x in (k, v))
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, causal, attn_mask=mask, scale=options.scaling
-        )
+            q, k, v, 0.0, causal, attn_mask=mask, scale=options.scaling)
 
     @staticmethod
     def backward(grad, q, k, v, output, lse, mask, causal: bool, options: Options):
@@ -45,8 +44,7 @@ class FlashOnCPU:
         mask = None if mask is None else mask.to(computed)
         k, v = (x.expand(-1, q.shape[1], -1, -1) for x in (k, v))
         grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, output, lse, 0.0, causal, attn_mask=mask, scale=options.scaling
-        )
+            grad, q, k, v, output, lse, 0.0, causal, attn_mask=mask, scale=options.scaling)
         grad_q, grad_k, grad_v = (x.to(dtype) for x in grads)
         return grad_q, grad_k.sum(dim=1, keepdim=True), grad_v.sum(dim=1, keepdim=True)
 
@@ -57,8 +55,7 @@ class FlashOnCUDA:
     @staticmethod
     def forward(q, k, v, mask, causal: bool, options: Options):
         output, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
-            q, k, v, 0.0, causal, scale=options.scaling
-        )
+            q, k, v, 0.0, causal, scale=options.scaling)
         return output, lse
 
     @staticmethod
@@ -67,8 +64,7 @@ class FlashOnCUDA:
         unused = torch.zeros(2, dtype=torch.uint64, device=q.device)             # random state of dropout
         grad_q, grad_k, grad_v = torch.ops.aten._scaled_dot_product_flash_attention_backward(
             grad, q, k, v, output, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, unused, unused,
-            scale=options.scaling,
-        )
+            scale=options.scaling)
         return grad_q, grad_k.sum(dim=1, keepdim=True), grad_v.sum(dim=1, keepdim=True)
 
 
@@ -80,8 +76,7 @@ class EfficientOnCUDA:
         k, v = (x.expand(-1, q.shape[1], -1, -1) for x in (k, v))
         mask = None if mask is None else mask.expand(*q.shape[:3], -1)
         output, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
-            q, k, v, mask, True, 0.0, causal, scale=options.scaling
-        )
+            q, k, v, mask, True, 0.0, causal, scale=options.scaling)
         return output, lse[:, :, : q.shape[2]]            # rounded up to a multiple of 32
 
     @staticmethod
@@ -91,8 +86,7 @@ class EfficientOnCUDA:
         lse, unused = pad(lse, (0, -lse.shape[2] % 32), value=torch.inf), q.new_zeros((), dtype=torch.int64)
         grad_q, grad_k, grad_v, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
             grad, q, k, v, mask, output, lse, unused, unused, 0.0, [True, True, True, False], causal,
-            scale=options.scaling,
-        )
+            scale=options.scaling)
         return grad_q, grad_k.sum(dim=1, keepdim=True), grad_v.sum(dim=1, keepdim=True)
 
 

@@ -36,15 +36,6 @@ class StaticCacheLayer:
         aligned = ([pad(x, (0, 0, width - x.shape[2], 0)) for x in layer.prompts] for layer in (self, other))
         return StaticCacheLayer(list(map(torch.cat, zip(*aligned, strict=True))), self.own)
 
-    def select_prompts(self, prompts: Tensor, width: int) -> None:
-        """Keep some prompts and at most their last `width` columns."""
-        self.prompts = [x[:, :, max(0, x.shape[2] - width) :][prompts].contiguous() for x in self.prompts]
-
-    def select_rows(self, rows: Tensor, capacity: int) -> None:
-        """Keep some rows, with room for `capacity` tokens each."""
-        kept = (x[:, :, :capacity].index_select(0, rows) for x in self.own)
-        self.own = [pad(x, (0, 0, 0, capacity - x.shape[2])) for x in kept]
-
 
 class PrefixCache:
     """Cache prompts and their completions: add_prompts, then compact, then forward repeatedly, and so on.
@@ -120,9 +111,11 @@ class PrefixCache:
         self.shortest, self.longest = min(self.lengths), max(self.lengths)
         source, width = torch.tensor(source).to(device), bucket(self.longest, device)
         for layer in self.layers:
-            if not unchanged:
-                layer.select_prompts(source, width)
-            layer.select_rows(rows, self.capacity)
+            if not unchanged:                             # at most `width` columns, the last ones
+                columns = (x[:, :, max(0, x.shape[2] - width) :] for x in layer.prompts)
+                layer.prompts = [x[source].contiguous() for x in columns]
+            kept = (x[:, :, : self.capacity].index_select(0, rows) for x in layer.own)
+            layer.own = [pad(x, (0, 0, 0, self.capacity - x.shape[2])) for x in kept]
 
         self.prompt_length = torch.tensor(self.lengths).repeat_interleave(num_slots)[slots].to(device)  # (R,)
         self.column = torch.arange(max(width, self.capacity)).to(device)
@@ -191,8 +184,7 @@ class PrefixCache:
         width, dtype = layer.prompts[0].shape[2], query.dtype
         masks = (
             self.once_a_step(self.prompt_mask, heads, query.shape[1], width, window, dtype),
-            self.once_a_step(self.own_mask, heads, window, dtype),
-        )
+            self.once_a_step(self.own_mask, heads, window, dtype))
         options = Options(None, softcap, scaling)
         output = attend_to_prompt_and_own(query, *own, *prompts, *masks, sinks, self.siblings, options)
         return output.unflatten(0, (-1, heads)).flatten(1, 2)[:, None]

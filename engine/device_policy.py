@@ -16,11 +16,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from engine.devices import cut_graph, num_processes
+from engine.devices import Ranks, cut_graph, num_processes
 from engine.errors import first_line, is_out_of_memory
 from engine.models import moved_to
 from engine.precision import is_exact, precision_of
-from engine.ranks import Ranks
 from engine.sharding import forward_pass, gathered_weights, reshard, sum_and_clip_gradient
 from engine.text_model import has_adapter, trainable_parameters
 from logprobs import LogProbs, completion_lengths, completion_log_probs, micro_batches
@@ -36,7 +35,7 @@ class DevicePolicy(Policy):
         """max_tokens: tokens of a forward pass in training, the same in all processes."""
         super().__init__(model, tokenizer, max_tokens=max_tokens)
         self.device = next(model.parameters()).device
-        self.ranks = Ranks(self.device)
+        self.ranks = Ranks()
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=precision_of(model) == "float16")
         self.sampler = None                               # such as vLLM, see vllm_engine.py; None: the model
         self.on_less_memory = print_halving               # called with flag, value, half and error

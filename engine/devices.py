@@ -1,6 +1,6 @@
 """
 Devices and processes: choosing the device, collectives between processes, XLA graphs, and peak memory. This
-file and sharding.py are the only ones that use torch.distributed and torch_xla; ranks.py divides the work.
+file and sharding.py are the only ones that use torch.distributed and torch_xla.
 
 Completions, rewards and advantages are small and gathered, so every process makes the same decisions.
 Weights, gradients and the optimiser's state are large and sharded. Without torchrun there is one process.
@@ -128,6 +128,54 @@ def sum_in_place(tensor: Tensor) -> None:
     if process_rank() % tensor_parallel:
         tensor.zero_()
     dist.all_reduce(tensor)
+
+
+class Ranks:
+    """How the work of a run is divided among its processes, seen from one of them.
+
+    All of them call every method, in the same order. Those of one tensor-parallel group do the same work.
+    """
+
+    @property
+    def size(self) -> int:
+        """Return the number of slices that the work is divided into."""
+        return num_processes() // tensor_parallel
+
+    @property
+    def rank(self) -> int:
+        """Return the number of this rank's slice, from 0."""
+        return process_rank() // tensor_parallel
+
+    def slice(self, items: list) -> list:
+        """Return the slice of this rank. Slices cover all items; their sizes differ by at most one."""
+        n = len(items)
+        return items[n * self.rank // self.size : n * (self.rank + 1) // self.size]
+
+    def gather(self, work: Callable, *columns: list) -> list:
+        """Call work with this rank's slice of each column, and return the results of all ranks in order.
+
+        Ranks without items have no result. The first rank's exception is raised on every rank.
+        """
+        failure = result = None
+        mine = [self.slice(column) for column in columns]
+        has_work = not mine or len(mine[0]) > 0
+        try:
+            result = work(*mine) if has_work else None
+        except Exception as error:
+            failure = error
+        outcomes = all_gather_object((failure, has_work, result))
+        first = next((rank for rank, (error, *_) in enumerate(outcomes) if error), None)
+        if first is not None:
+            raise failure if first == process_rank() else outcomes[first][0]
+        return [result for _, had_work, result in outcomes[:: tensor_parallel] if had_work]
+
+    def sum(self, count):
+        """Sum a number, or a tensor on the CPU, over all ranks."""
+        if num_processes() == 1:
+            return count
+        total = count.clone() if isinstance(count, Tensor) else torch.tensor(count, dtype=torch.float64)
+        sum_in_place(total)
+        return total if isinstance(count, Tensor) else total.item()
 
 
 # ---- XLA ---------------------------------------------------------------------------------------------------

@@ -1,16 +1,18 @@
 """
-Models as large ones need it: from a hub, with a LoRA adapter, in 16 bits, sharded over processes, on
-XLA. For float32 weights in one process model.py does the same.
+Models as large ones need it: from a hub, with a LoRA adapter, in 16 bits, sharded over processes, on XLA, and
+with activations computed again. For float32 weights in one process model.py does the same.
 
 Parts of a model that text does not pass through are frozen. Left out on purpose: quantised weights; training
 on images or sound.
 """
 
 import json
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
+from torch.utils.checkpoint import checkpoint
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig, AutoModelForCausalLM,
     AutoModelForImageTextToText, PreTrainedModel,
@@ -22,7 +24,7 @@ from engine.devices import is_main
 from engine.errors import in_one_line
 from engine.precision import precision_of, round_frozen_weights, with_precision
 from engine.sharding import full_tensor, loading_shards, reshard, set_tensor, shard, shard_weights
-from engine.text_model import freeze_towers, has_adapter
+from engine.text_model import freeze_towers, has_adapter, layers_of
 
 logging.disable_progress_bar()                            # a run has one of its own
 
@@ -50,7 +52,15 @@ def load_any_policy(config, *, trainable: bool = True):
             found = f"the adapter in {config.model_path} has {adapter['r']}"
             raise ValueError(f"--lora_rank={config.lora_rank}: {found}; omit it")
         tokenizer = core.load_tokenizer(config)
-        policy = load_text_weights(config) if config.model_path else core.tiny_gemma(tokenizer, config)
+        if config.model_path:
+            path = adapter.get("base_model_name_or_path", config.model_path)
+            cls = auto_class(AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code))
+            with loading_shards():
+                policy, missing = core.load_weights(config, path, cls)
+            freeze_towers(policy)
+            core.require_weights(policy, missing, config.model_path)
+        else:
+            policy = core.tiny_gemma(tokenizer, config)
         if adapter or config.lora_rank:
             from engine.adapters import add_adapter       # here, as below: with an adapter alone
 
@@ -58,17 +68,6 @@ def load_any_policy(config, *, trainable: bool = True):
         if not trainable:
             policy.requires_grad_(False)
         return with_precision(policy, config.precision), tokenizer
-
-
-def load_text_weights(config) -> PreTrainedModel:
-    """Load a model, or the base model of an adapter, a shard of it in each process. Freeze its towers."""
-    path = adapter_settings(config.model_path).get("base_model_name_or_path", config.model_path)
-    cls = auto_class(AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code))
-    with loading_shards():
-        policy, missing = core.load_weights(config, path, cls)
-    freeze_towers(policy)
-    core.require_weights(policy, missing, config.model_path)
-    return policy
 
 
 @contextmanager
@@ -129,8 +128,7 @@ def check_context_length(model: PreTrainedModel, prompt_tokens: int, completion_
         raise ValueError(
             f"--generation_max_length={completion_tokens}: with prompts of up to {prompt_tokens} tokens that "
             f"exceeds the model's {limit} positions; at most {max(0, limit - prompt_tokens)}, or shorten the "
-            "prompts (train.py: --max_prompt_length)"
-        )
+            "prompts (train.py: --max_prompt_length)")
 
 
 def make_reference(model: PreTrainedModel, *, exact: bool = False):
@@ -155,6 +153,28 @@ def make_reference(model: PreTrainedModel, *, exact: bool = False):
     reference = with_precision(reference.eval(), precision_of(model)).requires_grad_(False)
     shard(reference if exact else round_frozen_weights(reference), model.mesh)
     return reference
+
+
+def recompute_activations(model: PreTrainedModel) -> None:
+    """Keep only the inputs of each layer, and forward it again in the backward pass.
+
+    The switch for this in transformers works in training mode only, with dropout.
+    """
+    from engine.prefix_attention import use_prefix_attention  # here: with gradient checkpointing alone
+
+    layers = layers_of(model)
+    if not layers:
+        raise ValueError(
+            f"--gradient_checkpointing=True: {type(model).__name__} has no layers made for it; leave it out")
+
+    def recomputed(forward, *args, **kwargs):
+        attention = partial(use_prefix_attention, model) if "token_layout" in kwargs else nullcontext
+        return checkpoint(
+            forward, *args, use_reentrant=False, preserve_rng_state=False,
+            context_fn=lambda: (nullcontext(), attention()), **kwargs)
+
+    for layer in layers:
+        layer.forward = partial(recomputed, layer.forward)
 
 
 def full_state_dict(model: PreTrainedModel) -> dict[str, torch.Tensor]:

@@ -121,8 +121,7 @@ def make_block(
     distance = query_index.shape[1] - 1 if causal else query_positions.max() - key_positions.min()
     return Block(
         *map(torch.from_numpy, (query_index, key_index, query_positions, key_positions)), causal=causal,
-        longest_distance=int(distance), padded_keys=not causal and not bool(key_valid.all()),
-    )
+        longest_distance=int(distance), padded_keys=not causal and not bool(key_valid.all()))
 
 
 def padded_indices(ranges: list[Range], device: torch.device, min_width: int = 0, left: bool = False):

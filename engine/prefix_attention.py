@@ -219,8 +219,7 @@ def forward_part(part: Part, q, k, v, options: Options, no_block_lse: float) -> 
         block_k, block_v = (gather_rows(x, block.keys) for x in (k, v))          # (K * b, 1, m, D)
         chunks = [
             kernel.forward(
-                block_q[:, :, queries], block_k[:, :, keys], block_v[:, :, keys], mask, causal, options
-            )
+                block_q[:, :, queries], block_k[:, :, keys], block_v[:, :, keys], mask, causal, options)
             for kernel, queries, keys, mask, causal in kernel_calls(block, block_q, block_v, options)
         ]
         results.append([torch.cat(x, dim=2) if len(x) > 1 else x[0] for x in zip(*chunks, strict=True)])
@@ -242,8 +241,7 @@ def backward_part(part: Part, grad, q, k, v, output, lse, options: Options) -> l
         for kernel, queries, keys, mask, causal in kernel_calls(block, block_q, block_v, options):
             chunk_grad_q, chunk_grad_k, chunk_grad_v = kernel.backward(
                 block_grad[:, :, queries], block_q[:, :, queries], block_k[:, :, keys], block_v[:, :, keys],
-                block_output[:, :, queries], block_lse[:, :, queries].contiguous(), mask, causal, options,
-            )
+                block_output[:, :, queries], block_lse[:, :, queries].contiguous(), mask, causal, options)
             grad_q.append(chunk_grad_q)
             grad_k[:, :, keys] += chunk_grad_k
             grad_v[:, :, keys] += chunk_grad_v

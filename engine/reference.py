@@ -31,8 +31,7 @@ def compare_tokenizers(tokenizer, config: Config) -> None:
         example = f"{differs[0]!r} is {ours[differs[0]]} here and {theirs.get(differs[0])} there"
         raise ValueError(
             f"--reference_path={config.grpo.reference_path}: {len(differs)} of {len(ours)} tokens are others "
-            f"there ({example}); take a model with the policy's tokenizer"
-        )
+            f"there ({example}); take a model with the policy's tokenizer")
 
 
 def load_teacher(config: Config, policy: torch.nn.Module) -> torch.nn.Module:
@@ -52,35 +51,37 @@ def load_teacher(config: Config, policy: torch.nn.Module) -> torch.nn.Module:
     return teacher
 
 
-def validate_reference(
-    reference: torch.nn.Module, policy: torch.nn.Module, tokenizer, config: Config
-) -> None:
-    """Freeze a teacher, named or passed. Raises ValueError if the settings or the policy do not fit it."""
+def prepare_teacher(
+    reference: torch.nn.Module | None, policy: torch.nn.Module, tokenizer, config: Config
+) -> torch.nn.Module:
+    """Return a teacher, frozen: the one that is passed, else the model of --reference_path.
+
+    raises  ValueError if the settings or the policy do not fit it
+    """
     if not config.training.use_grpo:
         raise ValueError("reference: nothing is compared with it; add use_grpo")
+    if reference is None:
+        reference = load_teacher(config, policy)
     sizes = [len(model.get_output_embeddings().weight) for model in (reference, policy)]
     if sizes[0] < len(tokenizer):
         raise ValueError(
             f"reference: it knows {sizes[0]} tokens, the tokenizer {len(tokenizer)}; take a model with the "
-            "same tokenizer"
-        )
+            "same tokenizer")
     if config.grpo.exact_kl and sizes[0] != sizes[1]:
         raise ValueError(
             f"reference: its head has {sizes[0]} rows, that of the policy {sizes[1]}, and the exact KL sums "
-            f"over both; take --kl_estimator ratio_k3, or resize_token_embeddings({min(sizes)})"
-        )
-    reference.eval().requires_grad_(False)
+            f"over both; take --kl_estimator ratio_k3, or resize_token_embeddings({min(sizes)})")
+    return reference.eval().requires_grad_(False)
 
 
 def load_reference(model, config: Config, checkpoint: Path, state: dict):
     """Return the reference saved with a checkpoint, None without a KL penalty. state: from state.pt."""
-    adapter = state.get("reference_adapter")
-    if config.grpo.kl_coef and adapter:
+    if adapter := state.get("reference_adapter"):
         reference = AdapterReference(model)
         pairs = zip(adapter, reference.kept, strict=True)
         copy_into(reference.kept, [sharded_like(new, old) for new, old in pairs])
         return reference
-    if not config.grpo.kl_coef or not (checkpoint / "reference").exists():
+    if not (checkpoint / "reference").exists():
         return None
     reference, _ = load_any_policy(
         replace(config.model, model_path=str(checkpoint / "reference")),

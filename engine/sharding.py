@@ -157,6 +157,11 @@ def full_tensor(tensor):
     return tensor.cpu() if isinstance(tensor, Tensor) and tensor.device.type == "xla" else tensor
 
 
+def gathered(tensor: Tensor) -> Tensor:
+    """Gather a sharded tensor, in every process."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def sharded_like(tensor, parameter):
     """Shard a tensor like a parameter of the same shape; return everything else as it is.
 
@@ -164,7 +169,7 @@ def sharded_like(tensor, parameter):
     """
     if not isinstance(parameter, DTensor) or getattr(tensor, "shape", None) != parameter.shape:
         return tensor
-    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    whole = gathered(tensor)
     return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None).clone()
 
 
@@ -184,7 +189,7 @@ def sum_and_clip_gradient(parameters: list, max_norm: float) -> float:
         for parameter in by_mesh.get(None, []):
             sum_in_place(parameter.grad)
     norms = [torch.nn.utils.get_total_norm([p.grad for p in group]) for group in by_mesh.values()]
-    norm = math.hypot(*(float(n.full_tensor() if isinstance(n, DTensor) else n) for n in norms))
+    norm = math.hypot(*(float(gathered(n)) for n in norms))
     for group in by_mesh.values():
         torch.nn.utils.clip_grads_with_norm_(group, max_norm, torch.tensor(norm))
     return norm

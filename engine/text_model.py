@@ -9,14 +9,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
 
-def has_towers(model: PreTrainedModel) -> bool:
-    """Return whether a model has parts for images or sound beside its text model."""
-    return model.config.get_text_config() is not model.config
-
-
 def text_model(model: PreTrainedModel):
     """Return the module with the layers for text: the model without its head and towers."""
-    return model.get_decoder() if has_towers(model) else model.base_model
+    has_towers = model.config.get_text_config() is not model.config
+    return model.get_decoder() if has_towers else model.base_model
 
 
 def layers_of(model: PreTrainedModel) -> list[nn.Module]:
@@ -26,7 +22,7 @@ def layers_of(model: PreTrainedModel) -> list[nn.Module]:
 
 def freeze_towers(model: PreTrainedModel) -> None:
     """Exclude what text does not pass through from training: no gradients, no optimiser state, no decay."""
-    if not has_towers(model):
+    if text_model(model) is model.base_model:             # there are no towers
         return
     parts = text_model(model), model.get_input_embeddings(), model.get_output_embeddings()
     used = {parameter for part in parts for parameter in part.parameters()}

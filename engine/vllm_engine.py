@@ -23,7 +23,6 @@ from itertools import groupby
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from engine.adapters import adapted_weights
@@ -32,7 +31,7 @@ from engine.devices import num_processes
 from engine.device_policy import DevicePolicy
 from engine.precision import precision_of
 from engine.sampler import SamplingState
-from engine.sharding import reshard
+from engine.sharding import gathered, reshard
 from logprobs import distribution_of
 from sample import Rollout, make_rollout, random_generators, stop_token_ids
 
@@ -75,8 +74,7 @@ class VLLM:
                 folder, load_format="dummy", skip_tokenizer_init=True, dtype=precision_of(model),
                 max_model_len=max_length, gpu_memory_utilization=memory, logprobs_mode="processed_logprobs",
                 enable_sleep_mode=self.sleeps, enforce_eager=not self.sleeps, language_model_only=True,
-                distributed_executor_backend="external_launcher" if num_processes() > 1 else None,
-            )
+                distributed_executor_backend="external_launcher" if num_processes() > 1 else None)
 
     def on_all_ranks(self, function: Callable, *args, **kwargs):
         """Call a function of the engine of each rank; the first rank's error is raised on all."""
@@ -85,13 +83,6 @@ class VLLM:
     @contextmanager
     def sampling(self):
         """Send vLLM the policy's weights, and let it sample within the context. Call on all ranks."""
-        self.send_weights()
-        yield
-        if self.sleeps:
-            self.on_all_ranks(self.llm.sleep, level=2)    # the next weights replace these
-
-    def send_weights(self) -> None:
-        """Send all weights. Call on all ranks."""
         model = self.policy.model
         reshard(model)
         if self.sleeps:
@@ -102,6 +93,9 @@ class VLLM:
         if self.sleeps:
             self.on_all_ranks(self.llm.wake_up, tags=["kv_cache"])
         self.on_all_ranks(self.llm.reset_prefix_cache)
+        yield
+        if self.sleeps:
+            self.on_all_ranks(self.llm.sleep, level=2)    # the next weights replace these
 
     def sample(
         self, prompts: list, config, seeds: int | Sequence, *, num_completions: int,
@@ -116,8 +110,7 @@ class VLLM:
         stop_ids, distribution = stop_token_ids(self.policy.model, tokenizer), distribution_of(config)
         state = SamplingState(
             torch.zeros(len(seeds), limit), stop_ids, tokenizer.pad_token_id, distribution,
-            torch.device("cpu"), reply,
-        )
+            torch.device("cpu"), reply)
         requests = [range(p * size, (p + 1) * size) for p in range(len(prompts))]     # rows of siblings
         while requests:
             inputs, parameters, count = [], [], state.count.tolist()
@@ -162,8 +155,3 @@ def checkpoint_weights(model, *, with_tied_head: bool) -> Iterator[tuple[str, Te
             if name in layers:
                 weights[name] = weights[name].float() + gathered(layers[name].get_delta_weight("default"))
         yield from revert_weight_conversion(model, weights).items()
-
-
-def gathered(tensor: Tensor) -> Tensor:
-    """Gather a sharded tensor, in every process."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()

@@ -82,23 +82,17 @@ class Conversations:
         rows = [example for example in self.examples for _ in range(self.group_size)]
         if inspect.isclass(self.environment):
             responds = self.instances = [Instance(example, self.config.reward_timeout) for example in rows]
+            size, name = self.group_size, self.config.environment
             # In place: a repeat of sampling takes them from the same list.
-            self.prompts[:] = [self.start_group(p) for p in range(len(self.examples))]
+            self.prompts[:] = [
+                start_group(self.environment, responds[p * size : (p + 1) * size], str(seed), name)
+                for p, seed in enumerate(self.seeds)]
         else:
             responds = responders(self.environment, rows)
         self.each = [
             Conversation(
                 self.tokenizer, self.prompts[row // self.group_size], respond, self.config, self.stops)
             for row, respond in enumerate(responds)]
-
-    def start_group(self, p: int):
-        """Make and reset the instances of a group. Return its prompt, with what reset returns behind it."""
-        group, prompt = self.instances[p * self.group_size :][: self.group_size], self.examples[p]["prompt"]
-        try:
-            text = start_group(self.environment, group, str(self.seeds[p]))
-        except ValueError as error:
-            raise RunError(f"environment {self.config.environment}: {error}") from None
-        return append_text(prompt, text) if text else prompt
 
     def __call__(self, row: int, ids: list[int]) -> list[int]:
         """Return what the environment of a row replies to its tokens so far: see Conversation.end_turn."""
@@ -118,19 +112,11 @@ class Conversations:
         return replace(
             rollout, turn_points=points, environments=[each.environment for each in self.each],
             finished=rollout.finished & ~torch.tensor([conversation.too_long for conversation in self.each]),
-            completions=[conversation.completion_messages(ids[:n]) for conversation, ids, n in rows],
-        )
+            completions=[conversation.completion_messages(ids[:n]) for conversation, ids, n in rows])
 
     def close(self) -> None:
         """Close the instances."""
         close_all([instance.environment for instance in self.instances], self.config.reward_timeout)
-
-
-def append_text(prompt: str | list, text: str) -> str | list[dict]:
-    """Append text to a prompt, or to the last of its messages."""
-    if isinstance(prompt, str):
-        return prompt + text
-    return [*prompt[:-1], prompt[-1] | {"content": prompt[-1]["content"] + text}]
 
 
 class Conversation:

@@ -16,7 +16,7 @@ from types import MethodType
 
 from transformers.utils import get_json_schema
 
-from engine.errors import exits_as_errors
+from engine.errors import RunError, exits_as_errors
 from environments.tools import answer_calls, await_result
 from reward_functions.calling import accepted, call_with_timeout
 
@@ -57,10 +57,10 @@ class Instance:
         return self.total - before
 
 
-def start_group(environment_class: type, group: list[Instance], seed: str) -> str:
-    """Begin instances, and return the text for the end of their prompt.
+def start_group(environment_class: type, group: list[Instance], seed: str, name: str) -> str | list[dict]:
+    """Begin the instances of a prompt. Return it, with the text that reset returns behind it.
 
-    Raises ValueError if texts differ: a group has one prompt.
+    name    of the environment;  raises  RunError if texts differ: a group has one prompt
     """
     texts, state = [], random.getstate()
     for instance in group:
@@ -72,11 +72,15 @@ def start_group(environment_class: type, group: list[Instance], seed: str) -> st
             instance.error = error
     random.setstate(state)
     if different := [text for text in texts if text != texts[0]]:
-        raise ValueError(
-            f"reset returned {texts[0]!r:.60} and {different[0]!r:.60} for one prompt; let them depend on "
-            "columns, and on `random`, which is seeded"
-        )
-    return texts[0] if texts else ""
+        raise RunError(
+            f"environment {name}: reset returned {texts[0]!r:.60} and {different[0]!r:.60} for one prompt; "
+            "let them depend on columns, and on `random`, which is seeded")
+    prompt = group[0].example["prompt"]
+    if not any(texts):
+        return prompt
+    if isinstance(prompt, str):
+        return prompt + texts[0]
+    return [*prompt[:-1], prompt[-1] | {"content": prompt[-1]["content"] + texts[0]}]
 
 
 def close_all(environments: list, reward_timeout: float) -> None:

@@ -7,9 +7,8 @@ from collections.abc import Callable
 from functools import partial
 from types import MethodType
 
-from environments.games import guess_letter
 from environments.instances import refuse_class
-from environments.tools import calculate, python, with_tools
+from environments.tools import calculate, guess_letter, python, with_tools
 from reward_functions.calling import accepted, columns_of, missing_columns
 from reward_functions.loading import as_name, function_from_file
 from reward_functions.sandbox import run_python
@@ -36,8 +35,7 @@ def load_environment(name: str | Callable) -> Callable | None:
     elif environment is not None and not inspect.signature(environment).parameters:
         raise ValueError(
             f"--environment={as_name(name)}: must take the conversation, a list of chat messages, as first "
-            "argument"
-        )
+            "argument")
     return environment
 
 

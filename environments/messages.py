@@ -19,8 +19,7 @@ def encode_turns(
         own = message["role"] == "assistant"
         part = (
             encode_completion(tokenizer, message["content"], stop_ids) if own
-            else encode_reply(tokenizer, prompt, message, stop_ids)
-        )
+            else encode_reply(tokenizer, prompt, message, stop_ids))
         ids += part
         is_assistant += [own] * len(part)
     return ids, is_assistant

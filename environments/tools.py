@@ -1,5 +1,5 @@
 """
-Environments that execute tool calls: a calculator and a Python interpreter.
+The built-in environments: a calculator and a Python interpreter, which execute tool calls, and a game.
 """
 
 import ast
@@ -16,6 +16,7 @@ from functools import partial
 from reward_functions.arithmetic import FOUR_OPERATORS, evaluate_expression
 from reward_functions.calling import start_coroutine
 from reward_functions.sandbox import run_python
+from rewards import extract_answer
 
 MAX_POWER_BITS = 4096           # of the result of ** with whole numbers
 SECONDS_PER_MESSAGE = 10.0      # for all tool calls of a message; later ones are not run
@@ -130,3 +131,16 @@ def python(code: str) -> str:
     result = run_python(code)
     problem = "" if result.ok else f"error: {result.reason} {result.stderr}"
     return f"{result.stdout}{problem}".strip()
+
+
+def guess_letter(conversation: list[dict], answer: str) -> tuple[str | None, float]:
+    """Reply "up" or "down": the direction from the tagged guess to the letter in the column `answer`.
+
+    1 point for the letter, -0.1 for every other guess, -0.2 for a turn without a guess.
+    """
+    guess = extract_answer(conversation[-1]["content"]) or ""
+    if guess not in list("abcdefghijklmnopqrstuvwxyz"):
+        return "a letter", -0.2
+    if guess == answer:
+        return None, 1.0
+    return "up" if answer > guess else "down", -0.1

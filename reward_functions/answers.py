@@ -65,6 +65,5 @@ def extract_block(text: str, language: str) -> str:
     blocks = re.findall(r"```([^`\n]*)\n(.*?)```", text, re.DOTALL)
     named, bare = (
         [code for name, code in blocks if re.fullmatch(wanted, name.strip(), re.IGNORECASE)]
-        for wanted in (language, "")
-    )
+        for wanted in (language, ""))
     return textwrap.dedent((named or bare or [text])[-1])

@@ -33,7 +33,6 @@ ONLY_BY_NAME = ("sampling_logp", "prompt_ids")            # not passed as part o
 ANSWER_NAMES = ("solution", "target", "ground_truth")     # further parameter names for the answer
 
 
-
 class NoResult(ValueError):
     """Report that a call returned something else than points, or took too long."""
 
@@ -89,8 +88,7 @@ def wrap_reward_functions(
         sampling_logp=select_tokens(rollout.sampling_logp, mask),
         prompt_ids=[row for row in prompt_ids for _ in range(group_size)],
         trainer_state=trainer_state or SimpleNamespace(global_step=0, max_steps=1, epoch=0.0),
-        log_extra=reports.log_extra, log_metric=reports.log_metric,
-    )
+        log_extra=reports.log_extra, log_metric=reports.log_metric)
     if turn_points is not None:
         ends = mask & ~torch.cat([mask[:, 1:], torch.zeros_like(mask[:, :1])], dim=1)       # (B, T), of turns
         provided["turn_points"] = select_tokens(turn_points, ends)
@@ -201,11 +199,10 @@ def call_with_timeout(seconds: float, call: Callable):
     """Return call(), or raise NoResult after that many seconds; 0: no limit.
 
     A timer's signal interrupts Python code, waiting and regular expressions, but no other C code, and only in
-    the main thread: elsewhere, on Windows, and after a function's own signal.alarm there is no limit. A
-    thread that is given up on would go on, and functions that set an alarm, as math-verify does, fail in one.
+    the main thread: elsewhere, and after a function's own signal.alarm, there is no limit. A thread that is
+    given up on would go on, and functions that set an alarm, as math-verify does, fail in one.
     """
-    is_main = threading.current_thread() is threading.main_thread()
-    if not seconds or not is_main or not hasattr(signal, "setitimer"):
+    if not seconds or threading.current_thread() is not threading.main_thread():
         return call()
 
     def interrupt(*_) -> None:

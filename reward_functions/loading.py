@@ -96,8 +96,7 @@ def require_columns(functions: Iterable[Callable], examples: Sequence[dict], sou
         if missing := missing_columns(function, columns):
             raise ValueError(
                 f"--reward_functions {name_of(function)}: needs the column {missing[0]}, which {source} does "
-                f"not have (columns with values: {', '.join(sorted(columns))})"
-            )
+                f"not have (columns with values: {', '.join(sorted(columns))})")
         if objects and name_of(function) in BUILT_IN and "answer" in inspect.signature(function).parameters:
             column = next(name for name, value in objects.items() if value == objects["answer"])
             raise ValueError(
@@ -105,11 +104,13 @@ def require_columns(functions: Iterable[Callable], examples: Sequence[dict], sou
                 f"--answer_column {column}.{next(iter(objects['answer']), 'FIELD')}")
 
 
-def refuse_equal_names(functions: list[Callable]) -> None:
-    """Raise ValueError if two functions have the same name: their points would be one column."""
-    names = [name_of(function) for function in functions]
+def load_reward_functions(names: Sequence[str | Callable]) -> list[Callable]:
+    """Load reward functions. Raise ValueError if two have the same name: their points would be one column."""
+    functions = list(map(load_reward_function, names))
+    names = list(map(name_of, functions))
     if repeated := next((name for name in names if names.count(name) > 1), ""):
         raise ValueError(f"--reward_functions: two have the name {repeated}; rename one by its __name__")
+    return functions
 
 
 def as_name(given) -> str:

@@ -40,7 +40,6 @@ from collections import defaultdict
 from contextlib import suppress
 from dataclasses import dataclass
 
-METHODS = "namespaces", "user"
 OUTPUT_BYTES = 1 << 16          # of stdout and of stderr
 THREADS, OPEN_FILES = 32, 64
 SECONDS_TO_START = 60.0         # for a server and its modules; the time limit of a program comes after that
@@ -97,8 +96,7 @@ def run_python(
     if "refused" in answer:
         raise RuntimeError(
             "programs cannot be isolated here, so none is run: run as root, or allow user namespaces "
-            f"({answer['refused']})"
-        )
+            f"({answer['refused']})")
     return SandboxResult(**answer)
 
 
@@ -107,7 +105,7 @@ def start_server(method: str, modules: tuple[str, ...]) -> subprocess.Popen:
     from reward_functions.system_calls import system_call_filter        # the server runs without packages
 
     path = [os.path.abspath(folder) for folder in sys.path if modules]
-    methods = [method] if method else METHODS
+    methods = [method] if method else list(RESTRICTIONS)
     call_filter = system_call_filter(platform.machine()).hex()
     options = dict(methods=methods, modules=modules, path=path, call_filter=call_filter)
     command, pipe = [sys.executable, "-I", "-S", __file__, json.dumps(options)], subprocess.PIPE

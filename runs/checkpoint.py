@@ -29,9 +29,7 @@ from runs.folder import flush
 def write_checkpoint(folder: Path, step: int, model, tokenizer, reference, state: dict, *, keep: int) -> Path:
     """Write folder/step-<step>, delete all but the newest checkpoints, return the new one. Call on all ranks.
 
-    reference  a model, or None
-    state      contents of state.pt
-    keep       number of checkpoints to keep
+    reference  a model, or None;  state  contents of state.pt
     raises     RunError, on all ranks, if it cannot be written
     """
     target = folder / f"step-{step:08d}"
@@ -46,7 +44,7 @@ def write_checkpoint(folder: Path, step: int, model, tokenizer, reference, state
         for lines in folder.parent.glob("*.jsonl"):       # a resumed run does not repeat these steps
             flush(lines)
 
-    write_folder(folder / "writing", target, write)
+    write_folder(target, write)
     if is_main():
         for old in sorted(folder.glob("step-*"), key=by_step)[:-keep]:
             shutil.rmtree(old, ignore_errors=True)
@@ -58,19 +56,19 @@ def write_policy(model, tokenizer, folder: Path) -> None:
 
     raises  RunError, on all ranks, if it cannot be written; an earlier folder stays intact
     """
-    weights, partial = full_state_dict(model), folder.with_name(folder.name + ".new")
-    write_folder(partial, folder, lambda partial: save_any_policy(model, tokenizer, partial, weights))
+    weights = full_state_dict(model)
+    write_folder(folder, lambda partial: save_any_policy(model, tokenizer, partial, weights))
 
 
-def write_folder(partial: Path, target: Path, write: Callable[[Path], None]) -> None:
-    """Write a folder completely or not at all: as partial, flushed to the disk, then renamed to target.
+def write_folder(target: Path, write: Callable[[Path], None]) -> None:
+    """Write a folder completely or not at all: as writing/ beside it, flushed to the disk, then renamed.
 
     A kill between the two renames leaves the earlier folder as target-old.
 
-    write   writes the files into partial, on the first rank
+    write   writes the files into the folder that it gets, on the first rank
     raises  RunError, on all ranks, if it cannot be written
     """
-    problem, old = None, target.with_name(f"{target.name}-old")
+    problem, partial, old = None, target.with_name("writing"), target.with_name(f"{target.name}-old")
     if is_main():
         try:
             shutil.rmtree(partial, ignore_errors=True)
@@ -111,10 +109,9 @@ def load_optimizer_state(policy, state: dict) -> None:
     parameters = policy.parameters
     for i, tensors in moments.items():
         moments[i] = {name: sharded_like(x, parameters[i]) for name, x in tensors.items()}
-    peaks = scheduler.base_lrs                            # a flag may have changed it
     optimizer.load_state_dict(state["optimizer"])
-    scheduler.load_state_dict(state["scheduler"])
-    scheduler.base_lrs = peaks
+    peaks = scheduler.base_lrs                            # a flag may have changed it
+    scheduler.load_state_dict(state["scheduler"] | {"base_lrs": peaks})
     for group, peak, lr in zip(optimizer.param_groups, peaks, scheduler.get_lr(), strict=True):
         group.update(initial_lr=peak, lr=lr)
     if policy.value_head is not None:

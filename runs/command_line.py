@@ -85,12 +85,10 @@ def add_flags(parser: argparse.ArgumentParser, names: Iterable[str], shown=FLAGS
             continue
         kind, choices, default = field.type, get_args(field.type), defaults.get(name, DEFAULTS[name])
         text = str(default)
-        unless_given = {} if parser.argument_default else {"default": default}
         if kind is bool:
             options = {"type": true_or_false, "nargs": "?", "const": True, "metavar": "bool"}
             text = text.lower()
-            group.add_argument(
-                f"--no_{name}", dest=name, action="store_false", help=argparse.SUPPRESS, **unless_given)
+            group.add_argument(f"--no_{name}", dest=name, action="store_false", help=argparse.SUPPRESS)
         elif get_origin(kind) is list:
             options = {"type": choices[0], "nargs": "+", "metavar": choices[0].__name__}
             text = " ".join(default)
@@ -98,9 +96,10 @@ def add_flags(parser: argparse.ArgumentParser, names: Iterable[str], shown=FLAGS
             options = {"metavar": "|".join(filter(None, choices))}
         else:
             options = {"type": kind, "metavar": kind.__name__}
-        options |= unless_given
         help = f"{field.metadata['help']} [{text}]".replace("%", "%%").removesuffix(" []")
         group.add_argument(f"--{name}", help=help if name in shown else argparse.SUPPRESS, **options)
+        if parser.argument_default != argparse.SUPPRESS:
+            parser.set_defaults(**{name: default})
 
 
 # ---- train.py ----------------------------------------------------------------------------------------------
@@ -111,8 +110,7 @@ def build_parser(show_all: bool) -> OneLineParser:
     parser = OneLineParser(
         prog="train.py", usage="train.py [settings.json] [--flag value ...]", description=DESCRIPTION,
         formatter_class=partial(argparse.RawDescriptionHelpFormatter, max_help_position=32),
-        argument_default=argparse.SUPPRESS,
-    )
+        argument_default=argparse.SUPPRESS)
     parser.add_argument("--help_all", action="help", help=f"show all {len(FLAGS)} flags")
     add_flags(parser, FLAGS, shown=FLAGS if show_all else COMMON)
     return parser

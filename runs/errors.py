@@ -12,7 +12,6 @@ from engine.devices import other_rank_ended, print_last_line, shutdown
 from engine.errors import RunError, first_line, is_out_of_memory
 from policy import RatioError
 
-
 RAISED_BY_ALL = RunError, RatioError
 
 

@@ -28,7 +28,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from config import Config
-from engine.devices import all_gather_object, is_main
+from engine.devices import Ranks, all_gather_object, is_main
 from engine.errors import RunError
 from logprobs import completion_lengths
 from runs.console import RunConsole
@@ -39,11 +39,10 @@ RECORDS = "metrics.jsonl", "rollouts.jsonl", "skipped.jsonl", "reward_errors.jso
 class RunFolder:
     """The folder of one run, with its console. A context manager around the training loop."""
 
-    def __init__(self, config: Config, ranks):
-        training, self.ranks = config.training, ranks
+    def __init__(self, config: Config):
+        training, self.config, self.ranks = config.training, config, Ranks()
         default = time.strftime("outputs/%Y-%m-%d_%H-%M-%S")
         self.path = Path(all_gather_object(training.output_dir or default)[0])   # the same on all ranks
-        self.config = config
         whole = Path(os.path.abspath(self.path))
         if not training.resume:
             self.refuse_other_run(ValueError)
@@ -54,7 +53,7 @@ class RunFolder:
             raise ValueError("--report_to=wandb: is not installed; pip install it")
         self.writes, self.lock, self.begun = is_main(), None, training.resume
         if training.resume and not training.check:        # before a checkpoint is chosen
-            ranks.gather(self.acquire_lock)
+            self.ranks.gather(self.acquire_lock)
         self.console = RunConsole(config, quiet=not self.writes)
         self.send = self.close_tracker = None             # see open_tracker
 
@@ -108,26 +107,22 @@ class RunFolder:
         return {path.name: path.stat().st_size for path in paths if path.exists()}
 
     def write_config(self, config: Config) -> None:
-        """Write config.json."""
         replace_text(self.path / "config.json", json.dumps(config.as_dict(), indent=2) + "\n")
 
     def log(self, step: int, phase: str, metrics: dict) -> None:
         """Append a line to metrics.jsonl and pass it to the tracker. NaN becomes null: JSON has no NaN."""
-        if not self.writes:
-            return
-        line = {"step": step, "phase": phase}
-        for name, value in metrics.items():
-            line.setdefault(name, or_none(value) if isinstance(value, float) else value)
-        with (self.path / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps(line) + "\n")
-        numbers = {name: value for name, value in line.items() if isinstance(value, int | float)}
-        self.send(step, {f"{phase}/{name}": value for name, value in numbers.items() if name != "step"})
+        floats = {name: or_none(value) for name, value in metrics.items() if isinstance(value, float)}
+        line = metrics | floats
+        self.append("metrics.jsonl", step, phase, [line])
+        if self.writes:
+            numbers = {name: value for name, value in line.items() if isinstance(value, int | float)}
+            self.send(step, {f"{phase}/{name}": value for name, value in numbers.items()})
 
     def append(self, name: str, step: int, phase: str, records: list[dict]) -> None:
-        """Append records to a file of the folder."""
         if not self.writes:
             return
-        lines = [json.dumps({"step": step, "phase": phase} | record, default=str) for record in records]
+        first = {"step": step, "phase": phase}            # which no record replaces
+        lines = [json.dumps(first | record | first, default=str) for record in records]
         with (self.path / name).open("a") as file:        # all of them, or none if one is no JSON
             file.writelines(line + "\n" for line in lines)
 
@@ -148,7 +143,6 @@ def open_tracker(
 
     No network is needed: TensorBoard writes into the run folder, and so does wandb with WANDB_MODE=offline.
 
-    report_to  tensorboard, wandb or none
     last_step  that a run continues after, 0 for a new run: wandb continues its entry, TensorBoard drops
                later events
     """

@@ -14,20 +14,21 @@ from pathlib import Path
 
 import torch
 
-from config import Config, ModelConfig, TrainingConfig, validate_functions
+from config import Config, ModelConfig, reject, validate_functions
 from engine.devices import (
-    best_device, keep_freed_memory, leave_busy_cores, num_processes, seed_generators,
+    all_gather_object, best_device, keep_freed_memory, leave_busy_cores, num_processes, seed_generators,
 )
+from engine.errors import RunError
 from engine.device_policy import DevicePolicy, runs_in_core
 from engine.models import (
-    check_context_length, load_any_policy, load_any_tokenizer, move, moved_to, save_any_policy,
+    check_context_length, load_any_policy, load_any_tokenizer, move, moved_to, recompute_activations,
+    save_any_policy,
 )
 from engine.precision import resolve_precision
-from engine.ranks import Ranks
 from engine.sharding import shard
 from model import load_policy
 from policy import Policy
-from reward_functions.loading import as_name, load_reward_function, refuse_equal_names, require_columns
+from reward_functions.loading import as_name, load_reward_functions, require_columns
 from runs.checkpoint import latest_checkpoint, read_state
 from runs.folder import RunFolder
 from runs.phases import plan_phases
@@ -52,14 +53,11 @@ def name_objects(config: Config, given: dict) -> Config:
     names = {name: as_name(value) for name, value in given.items() if value is not None}
     if given["reward_functions"] is not None:
         names["reward_functions"] = list(map(as_name, given["reward_functions"]))
-    of_data = {name: value for name, value in names.items() if "dataset" in name}
-    data = replace(config.data, **of_data)
-    grpo = replace(config.grpo, **{name: value for name, value in names.items() if name not in of_data})
-    config = replace(config, grpo=grpo, data=data)
+    config = Config.of(**config.flags | names)
     for name, value in config.flags.items():
         if name in given and name not in names and "python:" in str(value):
             raise ValueError(f"--{name} {value}: a Python object; pass it to train() again")
-    validate_functions(grpo)
+    validate_functions(config.grpo)
     return config
 
 
@@ -88,8 +86,8 @@ def validate_grpo_setup(
     if not dataset or not all("prompt" in example for example in dataset):
         raise ValueError(f"--dataset={config.data.dataset}: every example needs a prompt")
     names = config.grpo.reward_functions if reward_functions is None else reward_functions
-    require_columns([load_reward_function(name) for name in names], dataset, config.data.dataset)
-    if environment := config.grpo.environment if environment is None else environment:
+    require_columns(load_reward_functions(names), dataset, config.data.dataset)
+    if environment := environment or config.grpo.environment:
         from environments.loading import load_environment, refuse_missing_columns  # here: with one alone
 
         refuse_missing_columns(config.grpo.environment, load_environment(environment), dataset)
@@ -156,7 +154,6 @@ def set_up(
                                    penalty; None: a copy of the policy
     """
     device = best_device(config.model.device)
-    ranks = Ranks(device)
     if reward_functions is not None:
         alone = isinstance(reward_functions, str) or callable(reward_functions)
         reward_functions = [reward_functions] if alone else list(reward_functions)
@@ -167,20 +164,25 @@ def set_up(
     training = config.training
     seed_generators(training.seed)
     mesh = parse_mesh(config)
-    folder = RunFolder(config, ranks)
+    folder = RunFolder(config)
     console = folder.console
     if not training.resume:                               # else as the run began, see Run.restore
         leave_busy_cores(console.print)
     names = config.grpo.reward_functions if reward_functions is None else reward_functions
-    functions = [load_reward_function(name) for name in names] if training.use_grpo else []
-    refuse_equal_names(functions)
-    environment, tools = environment_and_tools(
-        config.grpo.environment if environment is None else environment)
+    functions = load_reward_functions(names) if training.use_grpo else []
+    environment = environment or config.grpo.environment or None
+    tools = None
+    if environment:
+        from environments.instances import tools_of       # here: with an environment alone
+        from environments.loading import load_environment
+
+        environment = load_environment(environment)
+        tools = tools_of(environment)
     train_set, eval_set = load_data(config, dataset, eval_dataset)
     if training.keep_best and not eval_set:
         raise ValueError("--keep_best: needs held-out problems: an --eval_limit above 0, or a larger file")
     validate_demonstrations(config, train_set)
-    checkpoint = find_checkpoint(config, folder, ranks) if training.resume else None
+    checkpoint = find_checkpoint(config, folder) if training.resume else None
     model_config = replace(config.model, model_path=str(checkpoint)) if checkpoint else config.model
     tokenizer = load_any_tokenizer(model_config)
     has_teacher = training.use_grpo and config.grpo.reference_path
@@ -201,12 +203,17 @@ def set_up(
         config = replace(config, training=replace(training, max_tokens_per_forward=max_tokens))
     folder.config = console.config = config
     training = config.training
-    refuse_other_settings(config, ranks, len(train_set))
+    refuse_other_settings(config, len(train_set))
 
     torch.manual_seed(training.seed)                      # of weights that are in no file
     if config.model.lora_rank and not model_config.model_path and not training.check:
-        model_config = write_base(model_config, folder, ranks)
-    model = load_trained_model(model_config, training, device, mesh)
+        model_config = write_base(model_config, folder)
+    model, _ = load_any_policy(model_config)
+    move(model, device)
+    if training.gradient_checkpointing:
+        recompute_activations(model)
+    shard(model, mesh)
+    keep_freed_memory()                                   # after loading, which frees whole weights
     longest = max(longest_prompt, longest_held_out)
     check_context_length(model, longest, config.grpo.generation_max_length)
     if inspect.isclass(environment):                      # its reset may add text to a prompt
@@ -215,14 +222,10 @@ def set_up(
     console.describe(model, device, len(train_set), len(eval_set), phases)
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     refuse_long_demonstrations(config, train_set, tokenizer, stop_token_ids(model, tokenizer), positions)
-    if has_teacher and reference is None:
-        from engine.reference import load_teacher
+    if has_teacher or reference is not None:
+        from engine.reference import prepare_teacher
 
-        reference = load_teacher(config, model)
-    if reference is not None:
-        from engine.reference import validate_reference
-
-        validate_reference(reference, model, tokenizer, config)
+        reference = prepare_teacher(reference, model, tokenizer, config)
     policy = start_up_check(
         model, tokenizer, train_set, config, engine, reference, longest, console.print)
     run = Run(
@@ -237,59 +240,38 @@ def set_up(
     return run
 
 
-def refuse_other_settings(config: Config, ranks: Ranks, num_examples: int) -> None:
+def refuse_other_settings(config: Config, num_examples: int) -> None:
     """Raise RunError, on all ranks, if their settings or numbers of examples differ."""
-    settings = dict(config.flags)
+    settings = config.flags | {"examples": num_examples}
     for name in "output_dir", "model_path", "dataset", "eval_dataset", "reward_functions", "environment":
         del settings[name]                                # paths, of which each machine may have its own
-    ranks.agree(settings | {"examples": num_examples})
+    first, *others = all_gather_object(settings)
+    for rank, its_settings in enumerate(others, start=1):
+        for name, value in its_settings.items():
+            if value != first[name]:
+                raise RunError(
+                    f"{name} is {first[name]!s:.60} on rank 0 and {value!s:.60} on rank {rank}: start all "
+                    "ranks with the same command, files and versions.")
 
 
-def environment_and_tools(environment: str | Callable) -> tuple[Callable | None, list[Callable] | None]:
-    """Return an environment from its name, and its tools; (None, None) for ""."""
-    if not environment:
-        return None, None
-    from environments.instances import tools_of  # here: with an environment alone
-    from environments.loading import load_environment
-
-    environment = load_environment(environment)
-    return environment, tools_of(environment)
-
-
-def load_trained_model(
-    model_config: ModelConfig, training: TrainingConfig, device: torch.device, mesh: dict[str, int]
-) -> torch.nn.Module:
-    """Load the model that is trained, and shard it over the device mesh."""
-    model, _ = load_any_policy(model_config)
-    move(model, device)
-    if training.gradient_checkpointing:
-        from engine.recomputation import recompute_activations
-
-        recompute_activations(model)
-    shard(model, mesh)
-    keep_freed_memory()                                   # after loading, which frees whole weights
-    return model
-
-
-def write_base(config: ModelConfig, folder: RunFolder, ranks: Ranks) -> ModelConfig:
+def write_base(config: ModelConfig, folder: RunFolder) -> ModelConfig:
     """Write the built-in model to base/ of the run folder, where the files of an adapter find it.
 
     returns  settings that load it from there
     """
-    ranks.gather(folder.acquire_lock)
+    folder.ranks.gather(folder.acquire_lock)
     policy, tokenizer = load_policy(replace(config, lora_rank=0, precision="float32"))
     path = folder.path.resolve() / "base"
-    ranks.gather(partial(save_any_policy, policy, tokenizer, path))
+    folder.ranks.gather(partial(save_any_policy, policy, tokenizer, path))
     return replace(config, model_path=str(path))
 
 
-def find_checkpoint(config: Config, folder: RunFolder, ranks: Ranks) -> Path | None:
+def find_checkpoint(config: Config, folder: RunFolder) -> Path | None:
     """Return the checkpoint to resume from, if there is one. Raises ValueError if it does not fit."""
-    checkpoint = ranks.gather(partial(latest_checkpoint, folder.path))[0]
+    checkpoint = folder.ranks.gather(partial(latest_checkpoint, folder.path))[0]
     if not checkpoint and (folder.path / "final").exists():
         raise ValueError(
-            f"--resume: {folder.path} is complete and its checkpoints are gone; pass final as --model_path"
-        )
+            f"--resume: {folder.path} is complete and its checkpoints are gone; pass final as --model_path")
     console = folder.console
     console.print(f"resuming {folder.path} from {checkpoint or 'its beginning: there is no checkpoint yet'}")
     if checkpoint:
@@ -299,10 +281,8 @@ def find_checkpoint(config: Config, folder: RunFolder, ranks: Ranks) -> Path | N
 
 def compare_settings(config: Config, checkpoint: Path, notify: Callable) -> None:
     """Print which settings of a resumed run have changed. Raises ValueError if its state does not fit."""
-    state = read_state(checkpoint, mmap=True)
-    saved, now = (
-        {name: value for part in settings.values() for name, value in part.items()}
-        for settings in (state["settings"], config.as_dict()))
+    sections, now = read_state(checkpoint, mmap=True)["settings"], config.flags
+    saved = {name: value for section in sections.values() for name, value in section.items()}
     for settings in saved, now:
         settings["use_kl_penalty"] = settings["use_kl_penalty"] and settings["kl_penalty_coef"] > 0
     changed = [name for name in now if name != "output_dir" and now[name] != saved.get(name, now[name])]
@@ -318,8 +298,7 @@ def compare_settings(config: Config, checkpoint: Path, notify: Callable) -> None
         if name in changed:
             raise ValueError(
                 f"--{name}={now[name]}: this run began with {saved[name]!r}; start a new one, with a "
-                "checkpoint as --model_path"
-            )
+                "checkpoint as --model_path")
     if changed:
         notify("  note   changed: " + ", ".join(f"{name} {saved[name]} -> {now[name]}" for name in changed))
 
@@ -333,14 +312,12 @@ def parse_mesh(config: Config) -> dict[str, int]:
     if len(mesh) > 3 or math.prod(mesh.values()) != processes:
         raise ValueError(
             f"--mesh={text}: write some of replicate=K,fsdp=M,tp=N; K * M * N is the number of processes, "
-            f"here {processes}"
-        )
-    several = {
-        "reference_offload": config.grpo.reference_offload, "precision": config.model.precision == "float16",
-    }
-    for name in several:
-        if several[name] and processes > 1:
-            raise ValueError(f"--{name}: not in several processes; leave it out, or use bfloat16")
-    if config.model.lora_rank and mesh["tp"] > 1:
-        raise ValueError(f"--lora_rank={config.model.lora_rank}: not with tp in --mesh; use fsdp alone")
+            f"here {processes}")
+    offloads = config.grpo.reference_offload and processes > 1
+    reject(config.grpo, ("reference_offload", offloads, "not in several processes; leave it out"))
+    reject(
+        config.model,
+        ("precision", config.model.precision == "float16" and processes > 1,
+         "not in several processes; use bfloat16"),
+        ("lora_rank", config.model.lora_rank and mesh["tp"] > 1, "not with tp in --mesh; use fsdp alone"))
     return mesh

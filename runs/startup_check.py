@@ -50,10 +50,7 @@ def choose_engine(
     return plain, note
 
 
-@torch.no_grad()
-def fault_of_sharing(
-    shared: DevicePolicy, plain: DevicePolicy, prompts: list, most_tokens: int = MOST_TOKENS
-) -> str:
+def fault_of_sharing(shared: DevicePolicy, plain: DevicePolicy, prompts: list, most_tokens: int) -> str:
     """Compare log-probabilities by the shared cache and packed rows with those of plain rows, "" if equal."""
     prompts = [encode_prompt(plain.tokenizer, prompt) for prompt in prompts]
     try:

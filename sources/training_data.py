@@ -72,19 +72,17 @@ def fit_prompts(
     if cleaned := sum(has_special_tokens(tokenizer, example["prompt"]) for example in examples):
         notify(f"{cleaned} of {len(examples)} prompts have the text of special tokens: it is taken out")
     too_long = [i for i, length in enumerate(lengths) if length > limit]
-    if not too_long:
-        return examples, max(lengths, default=0)
-    if config.data.long_prompts == "error":
+    if too_long and config.data.long_prompts == "error":
         raise ValueError(
             f"--max_prompt_length={limit}: {len(too_long)} of {len(examples)} prompts are longer, such as "
             f"{examples[too_long[0]]['prompt']!r:.40} with {lengths[too_long[0]]} tokens; raise it to "
-            f"{max(lengths)}, or pass --long_prompts drop"
-        )
-    notify(f"{len(too_long)} of {len(examples)} prompts have more than {limit} tokens: drop")
+            f"{max(lengths)}, or pass --long_prompts drop")
+    if too_long:
+        notify(f"{len(too_long)} of {len(examples)} prompts have more than {limit} tokens: drop")
     kept = [(example, n) for example, n in zip(examples, lengths, strict=True) if n <= limit]
-    if not kept:
+    if examples and not kept:
         raise ValueError(f"--max_prompt_length={limit} --long_prompts drop: no prompt is left")
-    return [example for example, _ in kept], max(n for _, n in kept)
+    return [example for example, _ in kept], max((n for _, n in kept), default=0)
 
 
 def has_special_tokens(tokenizer, prompt: str | list[dict]) -> bool:
@@ -104,8 +102,7 @@ def validate_demonstrations(config: Config, dataset: Sequence[dict]) -> None:
         raise ValueError(
             f"--dataset={config.data.dataset}: no completion for {without} of {len(dataset)} examples, which "
             "supervised steps need; name a --completion_column, take conversations (--prompt_column "
-            "messages), or pass --use_grpo --cold_start_steps 0 to learn from rewards alone"
-        )
+            "messages), or pass --use_grpo --cold_start_steps 0 to learn from rewards alone")
 
 
 def refuse_long_demonstrations(
@@ -120,8 +117,7 @@ def refuse_long_demonstrations(
         if length > positions:
             raise ValueError(
                 f"--dataset={config.data.dataset}: example {number} and its completion have {length} tokens, "
-                f"and the model {positions} positions; leave it out, or shorten it"
-            )
+                f"and the model {positions} positions; leave it out, or shorten it")
 
 
 def prompt_key(prompt) -> str:

@@ -12,9 +12,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 import logprobs
 from engine import chunked_head, make_engine, shared as shared_engine
 from config import GRPOConfig
-from engine.recomputation import recompute_activations
 from logprobs import completion_log_probs, in_chunks, micro_batches, restrict_logits
-from engine.models import make_reference
+from engine.models import make_reference, recompute_activations
 from sample import sample_completions_for_prompts
 
 

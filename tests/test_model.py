@@ -18,8 +18,7 @@ from transformers import AutoModelForCausalLM
 from config import ModelConfig
 from engine import make_engine
 from engine.text_model import text_model
-from engine.recomputation import recompute_activations
-from engine.models import make_reference, load_any_policy, move, moved_to, save_any_policy
+from engine.models import make_reference, load_any_policy, move, moved_to, save_any_policy, recompute_activations
 from engine.precision import round_frozen_weights, with_precision
 
 

@@ -11,20 +11,19 @@ import pytest
 import torch
 from project_files import ROOT
 
-from engine import devices, ranks
+from engine import devices
 from engine.precision import resolve_precision
-from engine.devices import best_device
+from engine.devices import Ranks, best_device
 from engine.errors import RunError, is_out_of_memory
-from engine.ranks import Ranks
 
 
 def test_slices_cover_everything_once_and_differ_by_at_most_one(monkeypatch):
     for size in 1, 2, 3, 5:
-        monkeypatch.setattr(ranks, "num_processes", lambda size=size: size)
+        monkeypatch.setattr(devices, "num_processes", lambda size=size: size)
         for n in range(12):
             slices = []
             for rank in range(size):
-                monkeypatch.setattr(ranks, "process_rank", lambda rank=rank: rank)
+                monkeypatch.setattr(devices, "process_rank", lambda rank=rank: rank)
                 slices.append(Ranks().slice(list(range(n))))
             assert [item for part in slices for item in part] == list(range(n)) and max(map(len, slices)) - min(map(len, slices)) <= 1
 

@@ -11,13 +11,13 @@ from project_files import ROOT
 from torch.nn.utils import parameters_to_vector
 
 from config import GRPOConfig
-from engine import device_policy, make_engine, ranks, saves_tokens
+from engine import device_policy, devices, make_engine, saves_tokens
 from engine.device_policy import DevicePolicy
 from engine.errors import RunError
 from engine.precision import with_precision
 from engine.shared import Shared
 from environments.conversations import sample_with_environment
-from environments.games import guess_letter
+from environments.tools import guess_letter
 from experience import demonstrations_as_experience
 from policy import Policy, RatioError
 from runs.setup import set_up
@@ -139,17 +139,17 @@ def test_a_reference_is_computed_as_a_callers_own_policy_is_without_its_optimize
 
 def test_a_sampler_of_one_process_in_float32_is_refused_where_it_would_train_wrongly(tmp_path):
     with pytest.raises(ValueError, match="engine: Generate works in one process, not in float16; derive it from DevicePolicy"):
-        set_up(settings_of_run(tmp_path / "run", precision="float16"), engine=of_the_page())
+        set_up(quick_config(tmp_path / "run", precision="float16"), engine=of_the_page())
 
 
 @pytest.mark.parametrize("make", [DevicePolicy, Shared])
 def test_processes_forward_every_row_once_and_have_as_many_passes(model, tokenizer, monkeypatch, make):
     policy, rollout = make(model, tokenizer, max_tokens=30), made_up_rollout([9, 5, 7], [5, 1, 9, 4, 12, 3])
     for size, rows in (2, [0, 1, 2, 3, 4, 5]), (4, [0, 1, 2, 3, 4, 5]), (3, [5, 0]), (2, [3]):
-        monkeypatch.setattr(ranks, "num_processes", lambda size=size: size)
+        monkeypatch.setattr(devices, "num_processes", lambda size=size: size)
         parts = []
         for rank in range(size):
-            monkeypatch.setattr(ranks, "process_rank", lambda rank=rank: rank)
+            monkeypatch.setattr(devices, "process_rank", lambda rank=rank: rank)
             parts.append([part.tolist() for part, new in policy.forward_passes(rollout, torch.tensor(rows)) if len(new.logp) == len(part)])
         assert sorted(row for each in parts for part in each for row in part) == sorted(rows) and len(set(map(len, parts))) == 1
         assert all(each[0] for each in parts[: len(rows)]), "a row for each process, if there are enough"

@@ -5,12 +5,12 @@ import torch
 from conftest import ARCHITECTURES, CURRENT_ARCHITECTURES, PROMPTS, made_up_rollout, shared_log_probs
 
 from config import GRPOConfig
+from engine.models import recompute_activations
 from engine import attention_kernels, make_engine, prefix_attention
 from engine.errors import CannotShare
 from engine.attention_kernels import EfficientOnCUDA, FlashOnCUDA, Options, choose_kernel
 from engine.packing import make_layout
 from logprobs import completion_log_probs
-from engine.recomputation import recompute_activations
 
 # Two groups and a lone row: prompts of 5, 20 and 9 tokens, completions of 12, 3, 1, and 30, 7, and 8 behind the last prompt.
 SEGMENTS = [(0, 5), (5, 12), (17, 3), (20, 1), (21, 20), (41, 30), (71, 7), (78, 17)]

@@ -13,7 +13,7 @@ import pytest
 from conftest import read_programs
 
 from reward_functions import sandbox
-from reward_functions.sandbox import METHODS, OUTPUT_BYTES, run_python
+from reward_functions.sandbox import OUTPUT_BYTES, RESTRICTIONS, run_python
 
 if sys.platform != "linux":
     pytest.skip("the sandbox needs Linux", allow_module_level=True)
@@ -37,11 +37,11 @@ def find_interpreter(method):
                 server.communicate()
 
 
-INTERPRETERS = {method: find_interpreter(method) for method in METHODS}
-AVAILABLE = [method for method in METHODS if INTERPRETERS[method]]
+INTERPRETERS = {method: find_interpreter(method) for method in RESTRICTIONS}
+AVAILABLE = [method for method in RESTRICTIONS if INTERPRETERS[method]]
 
 
-@pytest.fixture(params=METHODS)
+@pytest.fixture(params=list(RESTRICTIONS))
 def method(request, monkeypatch):
     if request.param not in AVAILABLE:
         pytest.skip(f"programs cannot be isolated by {request.param} here")

@@ -6,7 +6,7 @@ import time
 import pytest
 from test_rewards import COLUMNS
 
-from environments.games import guess_letter
+from environments.tools import guess_letter
 from environments.tools import calculate, run_calls
 from reward_functions import answers, mathematics
 from reward_functions.models import parse_rating

@@ -62,7 +62,7 @@ def full_disk(monkeypatch):
     return names
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "final.new"])
+@pytest.mark.parametrize("name", ["model.safetensors", "writing"])
 def test_a_final_model_that_does_not_fit_leaves_the_one_before_it(tmp_path, full_disk, name):
     (model, tokenizer), final = load_any_policy(train.ModelConfig()), tmp_path / "final"
     final.mkdir()
@@ -78,7 +78,7 @@ def test_a_final_model_that_does_not_fit_leaves_the_one_before_it(tmp_path, full
 
 def test_a_folder_that_cannot_be_replaced_stays(tmp_path, monkeypatch):
     def rename(folder, to, real=Path.rename):
-        if folder.name == "final.new":
+        if folder.name == "writing":
             raise OSError(errno.EACCES, "no")
         return real(folder, to)
 
@@ -87,18 +87,18 @@ def test_a_folder_that_cannot_be_replaced_stays(tmp_path, monkeypatch):
     (final / "before").touch()
     monkeypatch.setattr(Path, "rename", rename)
     with pytest.raises(RunError, match=r"^could not save"):
-        checkpoint.write_folder(tmp_path / "final.new", final, Path.mkdir)
+        checkpoint.write_folder(final, Path.mkdir)
     assert [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.rglob("*"))] == ["final", "final/before"]
 
 
 def test_a_run_that_lacks_only_its_final_model_writes_it_when_it_is_resumed(tmp_path, finished, capsys):
     folder = Path(shutil.copytree(finished, tmp_path / "run"))
     shutil.rmtree(folder / "final")
-    (folder / "final.new").mkdir()                        # a kill left it
+    (folder / "writing").mkdir()                        # a kill left it
     functions = json.loads((folder / "config.json").read_text())["grpo"]["reward_functions"]
     train.main(["--output_dir", str(folder), "--resume", "--reward_functions", *functions])     # one is in a file
     assert_same(finished, folder)
-    assert "final model:" in capsys.readouterr().out and not (folder / "final.new").exists()
+    assert "final model:" in capsys.readouterr().out and not (folder / "writing").exists()
 
 
 def test_the_lines_of_a_step_are_on_the_disk_before_its_checkpoint_is(tmp_path, monkeypatch):
@@ -128,7 +128,7 @@ def test_a_reference_is_saved_beside_the_model_and_old_checkpoints_go(tmp_path, 
 
 def test_a_kill_between_the_two_renames_leaves_the_checkpoint_before(tmp_path, monkeypatch):
     def write(text):
-        checkpoint.write_folder(folder / "writing", target, lambda partial: partial.mkdir(parents=True) or (
+        checkpoint.write_folder(target, lambda partial: partial.mkdir(parents=True) or (
             torch.save({"text": text}, partial / "state.pt")))
 
     def killed(path, to, real=Path.rename):

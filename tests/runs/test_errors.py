@@ -25,7 +25,7 @@ import analysis.evaluation
 import train
 from engine.cache import PrefixCache
 from engine.errors import RunError
-from engine import ranks
+from engine import devices
 from policy import Policy
 from runs.checkpoint import latest_checkpoint
 from runs.command_line import parse_config
@@ -214,7 +214,7 @@ def test_an_ignored_signal_stays_ignored():
     """As under nohup, whose runs a closed terminal does not end."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with StopOnSignal(ranks.Ranks()) as stop:
+        with StopOnSignal(devices.Ranks()) as stop:
             signal.raise_signal(signal.SIGHUP)
             assert not stop.requested()
             signal.raise_signal(signal.SIGTERM)
@@ -226,7 +226,7 @@ def test_an_ignored_signal_stays_ignored():
 
 def test_in_another_thread_signals_are_left_alone():
     def stop_requested() -> bool:
-        with StopOnSignal(ranks.Ranks()) as stop:
+        with StopOnSignal(devices.Ranks()) as stop:
             return stop.requested()
 
     with ThreadPoolExecutor() as pool:

@@ -19,7 +19,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import train
 from config import Config, GRPOConfig
 from engine.errors import RunError
-from engine.ranks import Ranks
 from experience import Groups, compute_experience
 from grpo import compute_group_advantages
 from reward_functions.calling import Reports
@@ -81,16 +80,16 @@ def test_a_folder_has_one_writer_and_is_free_when_that_is_killed(tmp_path):
             refused.open(0, {})
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(RunError, match="another process writes to it"):
-        RunFolder(Config.of(resume=True, output_dir=str(tmp_path)), Ranks())    # before it reads a checkpoint
-    RunFolder(Config.of(resume=True, output_dir=str(tmp_path), check=True), Ranks())  # which writes nothing
+        RunFolder(Config.of(resume=True, output_dir=str(tmp_path)))    # before it reads a checkpoint
+    RunFolder(Config.of(resume=True, output_dir=str(tmp_path), check=True))  # which writes nothing
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    failed = RunFolder(Config.of(resume=True, output_dir=str(tmp_path)), Ranks())      # a notebook's run that failed, and the next one
-    assert failed.lock.is_locked and RunFolder(Config.of(resume=True, output_dir=str(tmp_path)), Ranks()).lock.is_locked
+    failed = RunFolder(Config.of(resume=True, output_dir=str(tmp_path)))      # a notebook's run that failed, and the next one
+    assert failed.lock.is_locked and RunFolder(Config.of(resume=True, output_dir=str(tmp_path))).lock.is_locked
 
 
 def folder_of(*flags):
-    return RunFolder(parse_config([*map(str, flags), "--report_to", "none"]), Ranks())
+    return RunFolder(parse_config([*map(str, flags), "--report_to", "none"]))
 
 
 def test_of_two_runs_that_begin_together_the_second_ends(tmp_path):

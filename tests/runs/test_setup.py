@@ -72,11 +72,10 @@ def test_a_call_of_vllm_that_raises_on_one_rank_fails_on_all(tmp_path):
     code.write_text(
         "import sys\nfrom types import SimpleNamespace\n"
         f"sys.path[:0] = [{str(Path(train.__file__).parent)!r}]\n"
-        "from engine.devices import all_gather_object, best_device, process_rank\n"
-        "from engine.ranks import Ranks\nfrom engine.vllm_engine import VLLM\nengine = VLLM.__new__(VLLM)\n"
-        "engine.policy, engine.sleeps, engine.send_weights = SimpleNamespace(ranks=Ranks(best_device('cpu'))), True, lambda: None\n"
-        "engine.llm = SimpleNamespace(sleep=lambda level: level // process_rank())\n"
-        "try:\n    with engine.sampling():\n        pass\nexcept ZeroDivisionError as error:\n    print(all_gather_object(str(error)[:24]))\n"
+        "from engine.devices import Ranks, all_gather_object, best_device, process_rank\n"
+        "from engine.vllm_engine import VLLM\nengine = VLLM.__new__(VLLM)\nbest_device('cpu')\n"
+        "engine.policy = SimpleNamespace(ranks=Ranks())\n"
+        "try:\n    engine.on_all_ranks(lambda: 2 // process_rank())\nexcept ZeroDivisionError as error:\n    print(all_gather_object(str(error)[:24]))\n"
     )
     done = Ranks(2, str(code)).wait(60)
     printed = [line for line in done.stdout.splitlines() if "[Gloo]" not in line]          # of torch 2.9
