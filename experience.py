@@ -125,10 +125,8 @@ class Experience:
         weights[rows] = token_weights(
             self.mask[rows], aggregation, group_tokens=group_tokens[rows], max_tokens=max_tokens)
         importance = 1.0 if self.importance_weights is None else self.importance_weights         # (B, T)
-        return Batch(
-            rollout=self.rollout, rows=rows, mask=self.mask, weights=weights,
-            advantages=self.advantages * importance, trainer_logp=self.trainer_logp, old_logp=self.old_logp,
-            reference_logp=self.reference_logp, old_values=self.old_values, returns=self.returns)
+        fields = vars(self) | {"advantages": self.advantages * importance}
+        return Batch(**fields, rows=rows, weights=weights)
 
     @property
     def by_token(self) -> bool:
@@ -136,23 +134,16 @@ class Experience:
         return bool((self.advantages != self.advantages[:, :1]).any())
 
 
-@dataclass
-class Batch:
-    """The rows of one update: what Policy.forward_backward and its loss function read.
+@dataclass(kw_only=True)
+class Batch(Experience):
+    """The rows of one update on an experience: what Policy.forward_backward and its loss function read.
 
-    Tensors are (B, T), of the whole rollout; after select (b, T), of some rows. See Experience.
+    Tensors are (B, T), of the whole rollout; after select (b, T), of some rows. advantages are multiplied by
+    importance_weights.
     """
 
-    rollout: Rollout
     rows: Tensor                        # (b,) indices of completions
-    mask: Tensor
     weights: Tensor                     # factor of each token in the loss
-    advantages: Tensor
-    trainer_logp: Tensor
-    old_logp: Tensor
-    reference_logp: Tensor | None = None
-    old_values: Tensor | None = None
-    returns: Tensor | None = None
 
     def select(self, rows: Tensor, device="cpu") -> "Batch":
         """Return some rows of a batch that is whole, with their tensors on a device."""
