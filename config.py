@@ -106,7 +106,7 @@ class GRPOConfig:
         0.0, "keep tokens at least this many times as likely as the likeliest one, 0: all; this first, then "
         "top_k, then top_p", ge=0, lt=1)
     generation_batch_size: int = flag(
-        0, "completions sampled at once, in whole groups, halved when memory runs out; 0: all", ge=0)
+        0, "completions sampled at once, at least a group, halved when memory runs out; 0: all", ge=0)
     engine: Literal["auto", "plain", "shared", "vllm"] = flag(
         "auto", "plain: a row for each completion; shared: forward each prompt once for all of its "
         "completions; auto: shared on CUDA, or if that saves a fifth of the tokens, and the model computes "
@@ -435,12 +435,10 @@ def check_combinations(config: GRPOConfig, training: TrainingConfig, updates_per
         low, high = bounds.get(name, (math.nan, math.nan))
         fix = f"{config.loss_type} takes {known}, as name=number"
         reject(config, ("loss_options", not low <= value <= high, fix))
-    size, estimator = config.num_completions_per_prompt, config.kl_estimator
+    estimator = config.kl_estimator
     has_ratio = "log_ratio" in inspect.signature(loss.per_token).parameters
     reject(
         config,
-        ("generation_batch_size", 0 < config.generation_batch_size < size,
-         f"a group of {size} is sampled together; at least that many, or 0 for all"),
         ("importance_cap", 0 < config.importance_cap < 1,
          "a cap below 1 would shrink every token's weight; choose from 1 up, such as 2, or 0 for none"),
         ("importance_cap", config.importance_cap and loss.corrects_sampler,
@@ -462,6 +460,8 @@ def check_combinations(config: GRPOConfig, training: TrainingConfig, updates_per
          "nothing would be learned: add --use_kl_penalty true and the --reference_path of a teacher"),
         ("baseline", config.use_value_head and config.baseline != "group_mean",
          "--use_value_head takes the value as the baseline; leave out one of the two"),
+        ("advantage_scale", config.use_value_head and config.advantage_scale != "group",
+         "--use_value_head has advantages of its own; leave out one of the two"),
         ("dynamic_sampling", config.use_value_head and config.dynamic_sampling,
          "--use_value_head learns from groups of equal rewards too; leave out one of the two"),
         ("reward_combination",

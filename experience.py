@@ -40,7 +40,7 @@ class Groups:
 
     @property
     def tied(self) -> Tensor:
-        """Return (P,) bool: zero-variance groups, or with fewer than two rewards: advantages are 0."""
+        """Return (P,) bool: groups with equal rewards, or fewer than two: they give no advantages."""
         return (compute_group_advantages(self.rewards) == 0).all(dim=1)
 
     def without_signal(self, config) -> Tensor:
@@ -146,7 +146,7 @@ class Batch(Experience):
     weights: Tensor                     # factor of each token in the loss
 
     def select(self, rows: Tensor, device="cpu") -> "Batch":
-        """Return some rows of a batch that is whole, with their tensors on a device."""
+        """Return the part of a whole batch that has these rows, with its tensors on a device."""
         tensors = {name: x[rows].to(device) for name, x in vars(self).items()
                    if isinstance(x, Tensor) and name != "rows"}
         return replace(self, rows=rows, **tensors)
@@ -238,9 +238,9 @@ def add_importance_weights(experience: Experience, cap: float) -> None:
 def sampled_kl(logp: Tensor, batch: Batch, config) -> Tensor:
     """Estimate KL(policy || reference) (b, T) in nats, from logp (b, T) with gradient.
 
-    ratio_k3 is k3 times the differentiable ratio exp(logp - trainer_logp); above the importance cap, ratio
-    and gradient are multiplied by cap / ratio. With top-k or top-p, policy and reference are truncated to
-    tokens of their own, unlike in the exact KL.
+    ratio_k3 is k3 times the differentiable ratio exp(logp - trainer_logp). A ratio above the importance cap
+    becomes the cap, and its gradient shrinks by the same factor. With top-k or top-p, policy and reference
+    are truncated to tokens of their own, unlike in the exact KL.
     """
     estimator = config.kl_estimator or "ratio_k3"
     if estimator != "ratio_k3":

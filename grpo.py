@@ -2,8 +2,9 @@
 The mathematics of GRPO: tensors in, tensors out. No model, no files, no devices.
 
 A step calls compute_group_advantages and policy_loss (by default clipped_loss of each token, times the weight
-of the token). A new loss is a function and an entry of LOSSES, from which flags and explanations are read.
-loss_type selects only the loss; set the paper's baseline, sampling and clip range separately.
+of the token). A new loss is a function and an entry of LOSSES, from which flags and explanations are read. It
+has to be 0 where the advantage is 0: such rows are not forwarded. loss_type selects only the loss; set the
+paper's baseline, sampling and clip range separately.
 
 Departures from the GRPO paper (arXiv:2402.03300):
     - groups of equal rewards have advantages of exactly 0
@@ -43,14 +44,14 @@ def compute_group_advantages(
         baseline       b                   scale   s
         group_mean     mean(group)         group   std(group) + epsilon
         group_median   median(group)       batch   std(everything) + epsilon
-        global_mean    mean(everything)    mean    mean(group) if mean(group) > 0 else inf
+        global_mean    the argument        mean    mean(group) if mean(group) > 0 else inf
         leave_one_out  mean(siblings)      none    1
 
     group are the rewards of its group, siblings those of the others in it, everything those of all groups.
 
     rewards  (P, G), a tensor or lists; NaN where a completion could not be scored: it takes no part in b or s
              and gets 0
-    global_mean  the baseline of that name, such as the mean over a run; None: over these rewards
+    global_mean  the baseline of that name, such as the mean over a run; None: mean(everything)
     returns  (P, G) float32 (float64 for float64 rewards), in multiples of s, or as rewards if scale="none".
              A tied group (max - min <= 1e-6 * max(1, |max|)) comes back as exact zeros, and so does one with
              fewer than two scored completions. Under group_mean and leave_one_out rows sum to 0.
@@ -176,8 +177,8 @@ def clipped_loss(
 
     Returns loss and clipped, (B, T) each; unused holds what only other losses take.
     """
-    # The gradient is 0 once the ratio has left the interval in the direction of A; a token that moves back
-    # keeps it. dual_clip removes it as well where a token with A < 0 has become much more probable.
+    # The gradient is 0 for a token whose ratio has left the interval in the direction of A; outside on the
+    # other side it has one, unless dual_clip removes it: where A < 0 and the ratio is large.
     ratio = log_ratio.clamp(-20, 20).exp()                # at most e^20: inf * 0 would be NaN
     unclipped = ratio * advantages
     gain = torch.minimum(unclipped, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
@@ -261,9 +262,9 @@ def kl_penalty(
     ratio           (B, T) exp(logp - logp before the updates) with its gradient, or None
     returns         (B, T) nats; k2 and k3 are never negative
 
-    In a loss the gradient counts, not the value. On policy, and on average at each position, it is 0 for k1,
-    the gradient of KL(reference || policy) for k3, and that of KL(policy || reference) for k2 and ratio * k3:
-    pass ratio where the penalty is part of a loss. J. Schulman, "Approximating KL divergence", 2020.
+    In a loss the gradient counts, not the value. On policy, on average at each position, it is 0 for k1; that
+    of KL(policy || reference) for k2 and for ratio * k3; and that of KL(reference || policy) for k3. So pass
+    ratio where the penalty is part of a loss. J. Schulman, "Approximating KL divergence", 2020.
     """
     x = ref_logp - logp
     estimators = {"k1": -x, "k2": x.square() / 2, "k3": torch.expm1(x) - x}

@@ -36,7 +36,7 @@ class Policy:
     """A model and its tokenizer; while it is trained, with an optimiser and perhaps a value head."""
 
     shares_prompts = False      # a prompt is forwarded once for all its completions
-    same_arithmetic = True      # sample and log_probs agree but for rounding
+    same_arithmetic = True      # False: log_probs runs before the updates, to be compared with the sampler
     ratio_tolerance = 0.01      # see require_ratios_of_1
 
     def __init__(self, model, tokenizer, *, max_tokens: int = 2048):
@@ -110,13 +110,13 @@ class Policy:
         """Take a step with the gradient, scaled down to max_grad_norm if it is larger, and clear it.
 
         returns  grad_norm, before scaling, and skipped: 1 if gradient or loss are not finite; then parameters
-                 and learning-rate schedule stay as they were. Parameters without a gradient stay too; all of
-                 them, if the whole gradient is 0
+                 and learning-rate schedule stay as they were. Where the gradient is None, or all of it 0,
+                 parameters stay as well
         """
         norm = self.clip_gradient(max_grad_norm)
         skipped = not (math.isfinite(norm) and math.isfinite(sum(self.losses)))
         if norm == 0:
-            self.optimizer.zero_grad()                    # with zeros, momentum would move the parameters
+            self.optimizer.zero_grad()                    # None: of zeros, momentum would move the parameters
         if not skipped:
             self.steps_begun += 1
             self.optimizer.step()

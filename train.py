@@ -14,7 +14,7 @@ Units: log-probabilities (logp) and KL in nats; rewards have none.
     score          weighted sum of what the reward functions give to a completion
     reward         the score after --reward_combination, --reward_clip and --overlong; advantages are
                    computed from it
-    tied           of a group: its rewards are equal, or fewer than two, so that its advantages are 0
+    tied           of a group: its rewards are equal, or fewer than two, so that they give no advantages
     rollout        completions, and their logp when they were sampled
     experience     a rollout with advantages, old_logp (usually logp when sampled) and the reference's logp
     batch          the rows of one update, with the weight of each token in the loss
@@ -66,8 +66,8 @@ def grpo_training_step(run: Run, examples: list[dict]) -> tuple[dict, Experience
         ratio  exp(logp - old_logp)                       policy now / policy that sampled
         loss   sum over tokens of -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A) * weight
 
-    By default a token's weight is 1 / number of tokens; grpo.py has the other choices. Returns metrics and
-    the experience.
+    By default a token's weight is 1 / number of tokens; for others see grpo.token_weights. Returns metrics
+    and the experience.
     """
     config, policy, progress = run.config.grpo, run.policy, run.progress
     P, G = len(examples), config.num_completions_per_prompt
@@ -79,20 +79,25 @@ def grpo_training_step(run: Run, examples: list[dict]) -> tuple[dict, Experience
     sampling_seconds = time.perf_counter() - started
 
     # 2. Compare each completion with the others of its group.
-    advantages = group_advantages(groups.rewards, config, progress.mean_reward)  # (P, G)
+    advantages = compute_group_advantages(                                       # (P, G), 0 in tied groups
+        groups.rewards, baseline=config.baseline, scale=config.scale, global_mean=progress.mean_reward)
+    if config.baseline in CENTERED_BASELINES:
+        off_center = float(advantages.sum(dim=1).abs().max() / advantages.abs().max().clamp(min=1))
+        require(off_center <= 1e-3, f"the advantages of a group must sum to 0: {off_center=}")
 
     # 3. Collect what stays the same during the updates, (B, T): mask, old_logp, advantages; and, if their
     #    flags ask for them, the reference's logp, KL in the reward, values, importance weights.
     experience = compute_experience(groups, advantages, config, policy, run.reference)
 
     # 4. Update the policy: once, or --ppo_epochs times on every minibatch (minibatches yields all epochs).
-    updates, loss_fn = [], partial(grpo_loss, config)
-    forwarded = run.reference if config.exact_kl else None           # a reference in every pass of the policy
-    for rows in islice(minibatches(config, P * G, seed_of_order(run)), run.updates_left):
+    loss_fn, updates = partial(grpo_loss, config), []
+    kl_reference = run.reference if config.exact_kl else None        # forwarded in every pass of the policy
+    seed = (run.config.training.seed << 32) + progress.step
+    for rows in islice(minibatches(config, P * G, seed), run.updates_left):
         batch = experience.batch(rows, config.aggregation, max_tokens=config.generation_max_length)
-        losses = policy.forward_backward(batch, loss_fn, reference=forwarded)
-        if not any(earlier["grad_norm"] for earlier in updates):
-            policy.require_ratios_of_1(losses | experience.metrics)  # it is still the policy that sampled
+        losses = policy.forward_backward(batch, loss_fn, reference=kl_reference)
+        if all(earlier["grad_norm"] == 0 for earlier in updates):    # it is still the policy that sampled
+            policy.require_ratios_of_1(losses | experience.metrics)
         update = losses | policy.optimizer_step(run.config.training.max_grad_norm)
         updates.append(update)
         progress.count(update)
@@ -150,24 +155,6 @@ def sample_once(run: Run, examples: list[dict], attempt: int) -> Groups:
     groups = replace(groups, rewards=shape_rewards(config, groups))
     progress.add_rewards(groups.rewards)                  # for --baseline global_mean
     return groups
-
-
-def seed_of_order(run: Run) -> int:
-    """Return the seed of the order of minibatches in this step."""
-    return (run.config.training.seed << 32) + run.progress.step
-
-
-def group_advantages(rewards: torch.Tensor, config: GRPOConfig, global_mean: float) -> torch.Tensor:
-    """Compute the advantages (P, G), and check that those of a group sum to 0 where its mean is the baseline.
-
-    global_mean  of all rewards of the run so far, for the baseline of that name
-    """
-    advantages = compute_group_advantages(
-        rewards, baseline=config.baseline, scale=config.scale, global_mean=global_mean)
-    if config.baseline in CENTERED_BASELINES:
-        off_center = float(advantages.sum(dim=1).abs().max() / advantages.abs().max().clamp(min=1))
-        require(off_center <= 1e-3, f"the advantages of a group must sum to 0: {off_center=}")
-    return advantages
 
 
 def move_reference(run: Run, update: dict) -> None:

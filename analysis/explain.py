@@ -24,7 +24,7 @@ from torch import Tensor
 import train
 from data import as_text
 from experience import Batch, Experience, Groups, compute_experience
-from grpo import kl_penalty, token_loss
+from grpo import compute_group_advantages, kl_penalty, token_loss
 from runs.console import RunConsole, points_text
 from runs.errors import exit_on_errors
 from runs.folder import or_none
@@ -47,7 +47,8 @@ def main(argv: list[str]) -> None:
     train_until_grpo(run)
     config, policy, groups = run.config.grpo, run.policy, find_group(run)
     rollout, rows = groups.rollout, torch.arange(groups.rewards.numel())
-    advantages = train.group_advantages(groups.rewards, config, run.progress.mean_reward)
+    advantages = compute_group_advantages(
+        groups.rewards, baseline=config.baseline, scale=config.scale, global_mean=run.progress.mean_reward)
     experience = compute_experience(groups, advantages, config, policy, run.reference)
     show_completions(run, groups, experience)
     old = policy.log_probs(rollout).logp                                         # (G, T)

@@ -69,10 +69,8 @@ class DevicePolicy(Policy):
             object.__setattr__(settings, "generation_batch_size", at_once)
             return sample_batches(prompts, settings, seeds, num_completions=group_size, reply=reply)
 
-        # Not below a group of the configuration: it would reject the value.
-        least = max(group_size, config.num_completions_per_prompt)
         restart = getattr(reply, "restart", None)
-        return self.halving("generation_batch_size", at_once, least, attempt, restart)
+        return self.halving("generation_batch_size", at_once, group_size, attempt, restart)
 
     def sample_batches(self, prompts: list, config, seeds, **options) -> Rollout:
         """Sample config.generation_batch_size completions at a time."""
@@ -95,7 +93,7 @@ class DevicePolicy(Policy):
         if self.losses:                                   # a repeat would lose the gradient of these
             sums = compute()
         else:
-            sums = self.halving_max_tokens(batch.rollout, compute, self.clear_modules)
+            sums = self.halving_max_tokens(batch.rollout, compute, self.optimizer.zero_grad)
         return self.ranks.sum(torch.tensor(sums, dtype=torch.float64)).tolist()
 
     def optimizer_step(self, max_grad_norm: float = math.inf) -> dict:
@@ -164,11 +162,6 @@ class DevicePolicy(Policy):
 
         longest = rollout.prompt_mask.sum(dim=1).max() + completion_lengths(rollout.completion_mask).max()
         return self.halving("max_tokens_per_forward", self.max_tokens, int(longest), attempt, before_repeat)
-
-    def clear_modules(self) -> None:
-        """Clear the gradient of a call that is repeated."""
-        for module in filter(None, (self.model, self.value_head)):
-            module.zero_grad()
 
     def halving(
         self, flag: str, value: int, least: int, compute: Callable, before_repeat: Callable | None = None

@@ -48,7 +48,7 @@ class Progress:
     reward_count: int = 0                                 # number of these completions
 
     def count(self, update: dict) -> None:
-        """Count an update. An overflow of float16 that a smaller loss scale may cure is not one in a row."""
+        """Count an update. skipped_in_a_row leaves out overflows that a smaller loss scale may cure."""
         self.step, self.phase_step = self.step + 1, self.phase_step + 1
         self.skipped += update["skipped"]
         if not update["skipped"]:

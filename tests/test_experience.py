@@ -157,21 +157,27 @@ def test_the_global_mean_runs_over_the_run(base):
 
 def test_minibatches_take_every_row_once_an_epoch_in_a_new_order_with_groups_together(base):
     run = with_settings(base, ppo_epochs=3, minibatch_size=8)
-    parts = list(minibatches(run.config.grpo, 16, seed=train.seed_of_order(run)))
+    parts = list(minibatches(run.config.grpo, 16, seed=7))
     assert [len(rows) for rows in parts] == [8] * 6
     epochs = [torch.cat(parts[i : i + 2]) for i in (0, 2, 4)]
     for rows in epochs:
         assert sorted(rows.tolist()) == list(range(16))
         assert (rows.view(-1, 4) - rows.view(-1, 4)[:, :1] == torch.arange(4)).all()
     assert len({tuple(rows.tolist()) for rows in epochs}) > 1
-    again = minibatches(run.config.grpo, 16, seed=train.seed_of_order(run))
+    again, later = (minibatches(run.config.grpo, 16, seed=seed) for seed in (7, 8))
     assert all(torch.equal(a, b) for a, b in zip(parts, again)), "the same again after a resume"
-    run.progress.step += 1
-    later = minibatches(run.config.grpo, 16, seed=train.seed_of_order(run))
     assert not all(torch.equal(a, b) for a, b in zip(parts, later))
     run = with_settings(base, minibatch_size=6)
-    assert [len(rows) for rows in minibatches(run.config.grpo, 16, seed=train.seed_of_order(run))] == [6, 6, 4]
+    assert [len(rows) for rows in minibatches(run.config.grpo, 16, seed=0)] == [6, 6, 4]
     assert [rows.tolist() for rows in minibatches(with_settings(base).config.grpo, 16, seed=0)] == [list(range(16))]
+
+
+def test_every_step_orders_its_minibatches_anew(base, monkeypatch):
+    run, seeds = with_settings(base, minibatch_size=8), []
+    monkeypatch.setattr(train, "minibatches", lambda config, rows, seed: seeds.append(seed) or minibatches(config, rows, seed))
+    for _ in range(2):
+        train.grpo_training_step(run, next(run.batches))
+    assert len(set(seeds)) == 2
 
 
 def numbers(*rows):

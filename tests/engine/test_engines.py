@@ -107,7 +107,7 @@ def test_a_limit_is_halved_down_to_what_has_to_fit(shared, value, least, tried):
     assert values == tried
 
 
-def test_where_an_evaluation_samples_one_completion_of_each_problem_it_is_halved_to_a_group_of_the_run(shared, settings, monkeypatch):
+def test_where_an_evaluation_samples_one_completion_of_each_problem_one_at_once_is_the_least(shared, settings, monkeypatch):
     tried = []
 
     def sample_batches(prompts, config, *rest, **options):
@@ -117,7 +117,8 @@ def test_where_an_evaluation_samples_one_completion_of_each_problem_it_is_halved
     monkeypatch.setattr(shared, "sample_batches", sample_batches)
     with pytest.raises(MemoryError):
         shared.sample(PROMPTS * 5, replace(settings, num_completions_per_prompt=4), 0, num_completions=1)
-    assert tried == [20, 10, 5, 4]                        # config.py refuses less
+    assert tried == [20, 10, 5, 2, 1]
+    quick_config("run", generation_batch_size=1)          # less than a group: then a group at once
 
 
 def test_a_reference_is_computed_as_a_callers_own_policy_is_without_its_optimizer_and_sampler(model, tokenizer, settings):

@@ -100,6 +100,7 @@ MISTAKES = [                    # flags of train.py behind --use_grpo, and what 
     ("--loss_options dual_clip=0.9", "--loss_options=dual_clip=0.9: dapo takes dual_clip from 1 to inf"),
     ("--loss_type reinforce --minibatch_size 64", "--loss_type=reinforce: .*of 4 updates"),
     ("--use_value_head --baseline group_median", "--baseline=group_median: .*takes the value"),
+    ("--use_value_head --advantage_scale batch", "--advantage_scale=batch: --use_value_head has advantages of its own"),
     ("--use_value_head --dynamic_sampling 2", "--dynamic_sampling=2: .*equal rewards too"),
     ("--generation_temperature 0", "--generation_temperature=0.0: all completions of a prompt would be equal"),
     ("--reference_path t --use_kl_penalty false", "--reference_path=t: .*; add --use_kl_penalty"),
