@@ -14,14 +14,12 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import fields
 from functools import partial
-from pathlib import Path
 
 from runs.errors import exit_on_errors  # first, see runs/__init__.py
 
 from analysis import evaluation, report
-from config import GRPOConfig, ModelConfig, reject, validate_functions
+from config import GRPOConfig, ModelConfig
 from data import as_text, encode_prompt
 from engine.device_policy import DevicePolicy
 from engine.devices import best_device, leave_busy_cores
@@ -32,7 +30,7 @@ from environments.loading import load_environment, refuse_missing_columns
 from experience import Groups
 from reward_functions.loading import load_reward_functions, require_columns
 from rewards import is_missing, text_of
-from runs.command_line import OneLineParser, add_flags
+from runs.command_line import parse_infer, section_of
 from runs.folder import or_none
 from runs.startup_check import choose_engine, refuse_wrong_sampler
 from sources import load_examples
@@ -41,7 +39,7 @@ from sources.training_data import instructed
 
 def main(argv: list[str]) -> None:
     """Print the report of runs, the answers to a question, or an evaluation."""
-    args = parse_arguments(argv)
+    args = parse_infer(argv, __doc__)
     if args.report:
         run, *others = args.report
         print(report.compare_runs(args.report) if others else report.write_report(run))
@@ -136,52 +134,6 @@ def with_completions(groups: Groups) -> list[dict]:
         } for g in range(n)]
         records.append(example | {"completions": completions})
     return records
-
-
-def section_of(args: argparse.Namespace, section: type):
-    """Return a section of the configuration with the flags that infer.py shares with it."""
-    return section(**{f.name: getattr(args, f.name) for f in fields(section) if f.name in args})
-
-
-def parse_arguments(argv: list[str]) -> argparse.Namespace:
-    """Parse a command line. Raises ValueError, one line, for mistakes and flags that cannot be combined."""
-    parser = OneLineParser(
-        prog="infer.py", usage="infer.py --flag value ...", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter)
-    modes, add = parser.add_mutually_exclusive_group().add_argument, parser.add_argument
-    modes("--question", help="print the model's answer to this prompt")
-    modes("--evaluate", metavar="DATASET", help="a file, hub id or built-in task with problems or prompts")
-    modes("--report", metavar="RUN", nargs="+", type=Path,
-          help="write RUN/report.html: curves, advice, settings, completions; print a comparison of several")
-    add("--json", metavar="FILE", type=Path, help="write results of --evaluate and all completions to FILE")
-    add("--samples", type=int, default=1, help="completions of each prompt [%(default)s]")
-    add("--split", default="test", help="train, test, or another split of a hub data set [%(default)s]")
-    add("--limit", type=int, default=256, help="evaluate the first n problems, 0: all [%(default)s]")
-    shared = [
-        "model_path", "prompt_column", "answer_column", "instruction", "reward_functions", "reward_weights",
-        "reward_errors", "environment", "max_turns", "generation_max_length", "generation_temperature",
-        "generation_top_p", "generation_top_k", "generation_min_p", "generation_batch_size", "seed",
-        "precision", "attn_implementation", "trust_remote_code", "device", "chat_template",
-        "chat_template_kwargs",
-    ]
-    add_flags(
-        parser, shared, reward_functions=["correctness"], generation_batch_size=64,
-        generation_temperature=1.0, generation_top_p=1.0, generation_top_k=0)
-    args = parser.parse_all(argv)
-    if (args.question, args.evaluate, args.report) == (None, None, None):
-        raise ValueError("give one of --question, --evaluate and --report")
-    if args.evaluate is None and (args.json or args.reward_functions != ["correctness"]):
-        raise ValueError("--json and --reward_functions: need --evaluate")
-    same_file = args.json and args.json.resolve() == Path(args.evaluate).resolve()
-    reject(
-        args,
-        ("samples", args.samples < 1, "must be at least 1"),
-        ("limit", args.limit < 0, "must be at least 0"),
-        ("json", same_file, "is the file of the problems; name another one"),
-    )
-    validate_functions(section_of(args, GRPOConfig))
-    section_of(args, ModelConfig)
-    return args
 
 
 if __name__ == "__main__":

@@ -8,11 +8,12 @@ import argparse
 import re
 import runpy
 from collections.abc import Iterable
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import get_args, get_origin
 
-from config import DEFAULTS, FLAGS, Config, validate_functions
+from config import DEFAULTS, FLAGS, Config, GRPOConfig, ModelConfig, reject, validate_functions
 from sources.foreign_names import explain_unknown
 from sources.settings import complete, read_settings
 
@@ -134,3 +135,52 @@ def parse_config(argv: list[str]) -> Config:
     config = Config.of(**flags)
     validate_functions(config.grpo)
     return config
+
+
+# ---- infer.py ----------------------------------------------------------------------------------------------
+
+
+def parse_infer(argv: list[str], description: str) -> argparse.Namespace:
+    """Parse a command line of infer.py. Raises ValueError, one line, for any mistake."""
+    parser = OneLineParser(
+        prog="infer.py", usage="infer.py --flag value ...", description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter)
+    modes, add = parser.add_mutually_exclusive_group().add_argument, parser.add_argument
+    modes("--question", help="print the model's answer to this prompt")
+    modes("--evaluate", metavar="DATASET", help="a file, hub id or built-in task with problems or prompts")
+    modes("--report", metavar="RUN", nargs="+", type=Path,
+          help="write RUN/report.html: curves, advice, settings, completions; print a comparison of several")
+    add("--json", metavar="FILE", type=Path, help="write results of --evaluate and all completions to FILE")
+    add("--samples", type=int, default=1, help="completions of each prompt [%(default)s]")
+    add("--split", default="test", help="train, test, or another split of a hub data set [%(default)s]")
+    add("--limit", type=int, default=256, help="evaluate the first n problems, 0: all [%(default)s]")
+    shared = [
+        "model_path", "prompt_column", "answer_column", "instruction", "reward_functions", "reward_weights",
+        "reward_errors", "environment", "max_turns", "generation_max_length", "generation_temperature",
+        "generation_top_p", "generation_top_k", "generation_min_p", "generation_batch_size", "seed",
+        "precision", "attn_implementation", "trust_remote_code", "device", "chat_template",
+        "chat_template_kwargs",
+    ]
+    add_flags(
+        parser, shared, reward_functions=["correctness"], generation_batch_size=64,
+        generation_temperature=1.0, generation_top_p=1.0, generation_top_k=0)
+    args = parser.parse_all(argv)
+    if (args.question, args.evaluate, args.report) == (None, None, None):
+        raise ValueError("give one of --question, --evaluate and --report")
+    if args.evaluate is None and (args.json or args.reward_functions != ["correctness"]):
+        raise ValueError("--json and --reward_functions: need --evaluate")
+    same_file = args.json and args.json.resolve() == Path(args.evaluate).resolve()
+    reject(
+        args,
+        ("samples", args.samples < 1, "must be at least 1"),
+        ("limit", args.limit < 0, "must be at least 0"),
+        ("json", same_file, "is the file of the problems; name another one"),
+    )
+    validate_functions(section_of(args, GRPOConfig))
+    section_of(args, ModelConfig)
+    return args
+
+
+def section_of(args: argparse.Namespace, section: type):
+    """Return a section of the configuration with the flags that infer.py shares with it."""
+    return section(**{f.name: getattr(args, f.name) for f in fields(section) if f.name in args})

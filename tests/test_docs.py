@@ -11,13 +11,12 @@ import pytest
 import torch
 
 import grpo
-from infer import parse_arguments
 from config import FLAGS, GRPOConfig, ModelConfig
 from data import load_examples
 from engine.models import load_any_policy
 from grpo import LOSSES
 from project_files import ROOT, modules_of_the_program
-from runs.command_line import parse_config
+from runs.command_line import parse_config, parse_infer
 
 PROGRAM = modules_of_the_program()
 PAGES = [*(ROOT / name for name in ("README.md", "AGENTS.md", "CONTRIBUTING.md", "CHANGELOG.md", "dev/five-systems.md")),
@@ -51,7 +50,7 @@ def test_every_command_of_a_program_is_accepted(page):
         if "--resume" not in words:                       # it asks for a run folder
             parse_config(words)
     for words in commands(page, r"infer\.py"):
-        parse_arguments(words)
+        parse_infer(words, "")
     for words in commands(page, r"-m analysis\.explain"):
         parse_config(words)
 

@@ -19,6 +19,7 @@ from engine.errors import RunError
 from engine.models import load_any_policy
 from runs import groups
 from environments.messages import encode_reply
+from runs.command_line import parse_infer
 from runs.console import held_out_text
 
 
@@ -285,10 +286,10 @@ def test_a_prompt_beyond_the_positions_of_the_model_is_one_line(folder, tmp_path
 
 def test_flags_that_are_not_given_have_the_defaults_of_the_configuration():
     """trust_remote_code above all."""
-    args = vars(infer.parse_arguments(["--question", "1+1=?"]))
+    args = vars(parse_infer(["--question", "1+1=?"], ""))
     own = {"reward_functions": ["correctness"], "generation_batch_size": 64,
            "generation_temperature": 1.0, "generation_top_p": 1.0, "generation_top_k": 0}
     assert (args["samples"], args["split"], args["limit"]) == (1, "test", 256)
     shared = args.keys() & DEFAULTS.keys()
     assert len(shared) == 22 and {name: args[name] for name in shared} == {name: DEFAULTS[name] for name in shared} | own
-    assert vars(infer.parse_arguments(["--question", "q", "--trust_remote_code"]))["trust_remote_code"] is True
+    assert vars(parse_infer(["--question", "q", "--trust_remote_code"], ""))["trust_remote_code"] is True

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import re
 import shlex
+from functools import partial
 
 import pytest
 from forked import Program
@@ -12,7 +13,7 @@ import infer
 import train
 from config import FLAGS, PROFILES
 from runs import setup
-from runs.command_line import COMMON, parse_config
+from runs.command_line import COMMON, parse_config, parse_infer
 
 
 @pytest.mark.parametrize("program,typed", [("train.py", ["--learning-rat", "1"]), ("infer.py", ["--envronment", "x"])])
@@ -24,7 +25,7 @@ def test_a_mistyped_flag_of_a_program_is_one_line(program, typed):
 
 @pytest.mark.parametrize("program,parse,flag,names", [
     ("train.py", parse_config, "--help", COMMON), ("train.py", parse_config, "--help_all", set(FLAGS)),
-    ("infer.py", infer.parse_arguments, "--help", None),
+    ("infer.py", partial(parse_infer, description=infer.__doc__), "--help", None),
 ])
 def test_help_begins_with_three_examples_that_parse_and_shows_the_flags(program, parse, flag, names, capsys):
     with pytest.raises(SystemExit):

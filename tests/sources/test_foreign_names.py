@@ -12,11 +12,10 @@ import pytest
 from conftest import build_gpt2
 from project_files import ROOT
 
-import infer
 from config import Config, FLAGS
 from engine.models import save_any_policy
 from model import byte_tokenizer
-from runs.command_line import parse_config
+from runs.command_line import parse_config, parse_infer
 from sources.foreign_names import FOREIGN, explain_unknown
 from sources.settings import CONSTANT
 
@@ -166,6 +165,6 @@ def test_a_name_is_answered_however_it_is_spelt(typed, answer):
 
 def test_infer_answers_with_its_own_flags_alone():
     with pytest.raises(ValueError, match="--max_new_tokens: unknown flag; here --generation_max_length"):
-        infer.parse_arguments(["--question", "1+1", "--max_new_tokens", "5"])
+        parse_infer(["--question", "1+1", "--max_new_tokens", "5"], "")
     with pytest.raises(ValueError, match="--lora_r: unknown flag; see --help"):
-        infer.parse_arguments(["--question", "1+1", "--lora_r", "5"])
+        parse_infer(["--question", "1+1", "--lora_r", "5"], "")
