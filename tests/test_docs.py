@@ -66,7 +66,7 @@ def test_every_file_that_a_page_runs_is_there_and_is_a_program(page):
 
 @pytest.mark.parametrize("page", OF_TODAY, ids=lambda page: page.name)
 def test_every_flag_exists(page):
-    programs = [path for name in (".", "analysis", "bench", "docs") for path in ROOT.glob(f"{name}/*.py")]
+    programs = [path for name in (".", "runs", "analysis", "bench", "docs") for path in ROOT.glob(f"{name}/*.py")]
     names = {name for path in programs for name in re.findall(r'"--(\w+)"', path.read_text())}
     names |= {*FLAGS, *OF_OTHERS, "help_all"}
     text = re.sub(r"```text\n.*?```", "", page.read_text(), flags=re.DOTALL)     # what other systems type
