@@ -53,9 +53,9 @@ def load_policy(config) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     tokenizer = load_tokenizer(config)
     if not config.model_path:
         return tiny_gemma(tokenizer, config), tokenizer
-    policy, missing = load_weights(config, config.model_path)        # in evaluation mode already
-    require_weights(policy, missing, config.model_path)
-    return policy, tokenizer
+    model, missing = load_weights(config, config.model_path)         # in evaluation mode already
+    require_weights(model, missing, config.model_path)
+    return model, tokenizer
 
 
 def require_plain_settings(config) -> None:
@@ -77,19 +77,19 @@ def load_weights(config, path: str, cls=AutoModelForCausalLM) -> tuple[PreTraine
     Where files hold a head of its own although their config ties it to the embedding, transformers keeps that
     head. Then the config says so too, or the head would be lost as soon as weights are tied again.
     """
-    policy, found = cls.from_pretrained(
+    model, found = cls.from_pretrained(
         path, dtype=torch.float32, trust_remote_code=config.trust_remote_code,
         attn_implementation=None if config.attn_implementation == "auto" else config.attn_implementation,
         output_loading_info=True)
-    if policy.get_output_embeddings().weight is not policy.get_input_embeddings().weight:
-        for each in policy.config, policy.config.get_text_config():
+    if model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
+        for each in model.config, model.config.get_text_config():
             each.tie_word_embeddings = False
-    return policy, set(found["missing_keys"])
+    return model, set(found["missing_keys"])
 
 
-def require_weights(policy: PreTrainedModel, missing: set[str], path: str) -> None:
+def require_weights(model: PreTrainedModel, missing: set[str], path: str) -> None:
     """Raise ValueError if weights that are trained were in no file: transformers draws them at random."""
-    trained = {name for name, parameter in policy.named_parameters() if parameter.requires_grad}
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     if lacking := sorted(trained & missing):
         raise ValueError(
             f"--model_path={path}: its files lack {len(lacking)} weights of the model, such as {lacking[0]}; "

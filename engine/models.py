@@ -56,18 +56,18 @@ def load_any_policy(config, *, trainable: bool = True):
             path = adapter.get("base_model_name_or_path", config.model_path)
             cls = auto_class(AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code))
             with loading_shards():
-                policy, missing = core.load_weights(config, path, cls)
-            freeze_towers(policy)
-            core.require_weights(policy, missing, config.model_path)
+                model, missing = core.load_weights(config, path, cls)
+            freeze_towers(model)
+            core.require_weights(model, missing, config.model_path)
         else:
-            policy = core.tiny_gemma(tokenizer, config)
+            model = core.tiny_gemma(tokenizer, config)
         if adapter or config.lora_rank:
             from engine.adapters import add_adapter       # here, as below: with an adapter alone
 
-            add_adapter(policy, config, bool(adapter))
+            add_adapter(model, config, bool(adapter))
         if not trainable:
-            policy.requires_grad_(False)
-        return with_precision(policy, config.precision), tokenizer
+            model.requires_grad_(False)
+        return with_precision(model, config.precision), tokenizer
 
 
 @contextmanager
