@@ -93,7 +93,7 @@ class DevicePolicy(Policy):
         if self.losses:                                   # a repeat would lose the gradient of these
             sums = compute()
         else:
-            sums = self.halving_max_tokens(batch.rollout, compute, self.optimizer.zero_grad)
+            sums = self.halving_max_tokens(batch.rollout, compute, self.clear_gradient)
         return self.ranks.sum(torch.tensor(sums, dtype=torch.float64)).tolist()
 
     def optimizer_step(self, max_grad_norm: float = math.inf) -> dict:
