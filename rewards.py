@@ -182,7 +182,7 @@ def same_answer(given: str | None, truth) -> bool:
 
 def as_number(text: str) -> Decimal | None:
     """Parse '1,234', '-$72', '72 €', '72.0', '5 %' exactly; None for anything else, such as '1,2345'."""
-    cleaned = re.sub(r"^([+-]?)[$€£]+\s*", r"\1", text.strip().replace("\u2212", "-")).rstrip("%$€£. ")
+    cleaned = re.sub(r"^([+-]?)[$€£]+\s*", r"\1", text.strip().replace("\u2212", "-")).rstrip("%€£. ")
     if not re.fullmatch(r"[+-]?([0-9]{1,3}(,[0-9]{3})+|[0-9]*)(\.[0-9]*)?([eE][+-]?[0-9]+)?", cleaned):
         return None
     try:
