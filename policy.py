@@ -152,12 +152,10 @@ class Policy:
         return [sum(column) for column in zip(*(x.tolist() for x in sums), strict=True)]
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradient of one pass."""
         loss.backward()
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
-        """Return the parameters of the optimiser."""
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def clip_gradient(self, max_norm: float) -> float:

@@ -32,7 +32,6 @@ class DevicePolicy(Policy):
     """A policy on any device and any number of processes, which all call its methods in the same order."""
 
     def __init__(self, model, tokenizer, *, max_tokens: int = 2048):
-        """max_tokens: tokens of a forward pass in training, the same in all processes."""
         super().__init__(model, tokenizer, max_tokens=max_tokens)
         self.device = next(model.parameters()).device
         self.ranks = Ranks()
@@ -42,7 +41,6 @@ class DevicePolicy(Policy):
 
     @property
     def same_arithmetic(self) -> bool:
-        """As Policy.same_arithmetic."""
         return self.sampler is None
 
     @property
@@ -133,17 +131,14 @@ class DevicePolicy(Policy):
         return micro_batches(rollout, rows, self.max_tokens, self.ranks.size)
 
     def forward(self, rollout: Rollout, rows: Tensor, reference=None) -> LogProbs:
-        """As Policy.forward, with weights gathered for the pass."""
         return completion_log_probs(
             self.model, rollout, rows, reference=reference and reference.model, value_head=self.value_head,
             run_forward=forward_pass)
 
     def backward(self, loss: Tensor) -> None:
-        """As Policy.backward; scaled with float16."""
         self.scaler.scale(loss).backward()
 
     def clip_gradient(self, max_norm: float) -> float:
-        """As Policy.clip_gradient, of the sum over all processes."""
         return sum_and_clip_gradient(self.parameters, max_norm)
 
     def clear_gradient(self) -> None:
@@ -193,7 +188,6 @@ class DevicePolicy(Policy):
         return self.sampler.sampling() if self.sampler else gathered_weights(self.model)
 
     def distribute(self, work: Callable, *lists: list) -> list:
-        """As Policy.distribute: each process works on a slice of the lists."""
         with self.sampling():
             return self.ranks.gather(work, *lists)
 

@@ -115,7 +115,6 @@ class Conversations:
             completions=[conversation.completion_messages(ids[:n]) for conversation, ids, n in rows])
 
     def close(self) -> None:
-        """Close the instances."""
         close_all([instance.environment for instance in self.instances], self.config.reward_timeout)
 
 

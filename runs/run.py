@@ -64,7 +64,6 @@ class Progress:
 
     @property
     def mean_reward(self) -> float:
-        """Return the mean reward of all completions of the steps so far."""
         return self.reward_sum / max(1, self.reward_count)
 
 
@@ -96,12 +95,10 @@ class Run:
 
     @property
     def console(self) -> RunConsole:
-        """Return the console of the run."""
         return self.folder.console
 
     @property
     def phase(self) -> Phase:
-        """Return the current phase."""
         return self.phases[self.progress.phase]
 
     @property
