@@ -37,7 +37,7 @@ class DevicePolicy(Policy):
         self.ranks = Ranks()
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=precision_of(model) == "float16")
         self.sampler = None                               # such as vLLM, see vllm_engine.py; None: the model
-        self.on_less_memory = print_halving               # called with flag, value, half and error
+        self.on_less_memory = lambda flag, half, line: print(line)       # called by halving
 
     @property
     def same_arithmetic(self) -> bool:
@@ -176,7 +176,8 @@ class DevicePolicy(Policy):
                 if not is_out_of_memory(error) or num_processes() > 1 or half == value:
                     raise
                 traceback.clear_frames(error.__traceback__)                      # frees the pass's tensors
-                self.on_less_memory(flag, value, half, first_line(error))
+                line = f"{first_line(error)}: --{flag} {value} -> {half}, and once more"
+                self.on_less_memory(flag, half, line)
             value = half
             if before_repeat:
                 before_repeat()
@@ -205,11 +206,6 @@ class DevicePolicy(Policy):
         if has_adapter(trained):
             trained = torch.nn.ParameterList(trainable_parameters(trained))
         update_reference(reference.model, trained, alpha)
-
-
-def print_halving(flag: str, value: int, half: int, error: str) -> None:
-    """Print that a limit was halved."""
-    print(f"{error}: --{flag} {value} -> {half}, and once more")
 
 
 def runs_in_core(model) -> bool:

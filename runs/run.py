@@ -221,9 +221,9 @@ class Run:
                 f"{MOST_SKIPPED} steps in a row had a loss or gradient that is not finite. The weights "
                 f"before them are in {checkpoint}, the batches in skipped.jsonl; lower --learning_rate")
 
-    def change_setting(self, name: str, value: int, half: int, error: str) -> None:
+    def change_setting(self, name: str, half: int, line: str) -> None:
         """Keep a setting that was halved when memory ran out, for the run and its config.json."""
-        self.console.print(f"{error}: --{name} {value} -> {half}, and once more")
+        self.console.print(line)
         part = "grpo" if name == "generation_batch_size" else "training"
         if part == "training":
             for policy in filter(None, (self.policy, self.reference)):           # as in a resumed run
