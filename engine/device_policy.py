@@ -31,6 +31,8 @@ from sample import Rollout
 class DevicePolicy(Policy):
     """A policy on any device and any number of processes, which all call its methods in the same order."""
 
+    split = staticmethod(micro_batches)                   # of rows into passes, the same in all processes
+
     def __init__(self, model, tokenizer, *, max_tokens: int = 2048):
         super().__init__(model, tokenizer, max_tokens=max_tokens)
         self.device = next(model.parameters()).device
@@ -114,7 +116,7 @@ class DevicePolicy(Policy):
         A pass of a sharded model needs all processes. A process without a part repeats the last one, and
         yields a result of no rows.
         """
-        parts = self.split(rollout, rows)
+        parts = self.split(rollout, rows, self.max_tokens, self.ranks.size)
         cut_graph(self.device)
         for first in range(0, len(parts), self.ranks.size):
             index = first + self.ranks.rank
@@ -125,10 +127,6 @@ class DevicePolicy(Policy):
             else:
                 yield part[:0], LogProbs(**{name: x[:0] for name, x in new.computed().items()})
             cut_graph(self.device)
-
-    def split(self, rollout: Rollout, rows: Tensor) -> list[Tensor]:
-        """Split rows into micro-batches, equally in all processes; one for each, if there are enough rows."""
-        return micro_batches(rollout, rows, self.max_tokens, self.ranks.size)
 
     def forward(self, rollout: Rollout, rows: Tensor, reference=None) -> LogProbs:
         return completion_log_probs(
