@@ -5,7 +5,6 @@ value head, saving. One process, all weights in float32 and trained.
 Hubs, LoRA adapters, 16 bits and many processes are in engine/models.py.
 """
 
-import copy
 import json
 from pathlib import Path
 
@@ -124,11 +123,6 @@ def tiny_gemma(tokenizer, config) -> Gemma3ForCausalLM:
         bos_token_id=tokenizer.bos_token_id,
         attn_implementation=None if config.attn_implementation == "auto" else config.attn_implementation,
     )).eval()
-
-
-def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a reference: a copy of the model without gradients."""
-    return copy.deepcopy(model).eval().requires_grad_(False)
 
 
 @torch.no_grad()

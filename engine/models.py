@@ -6,6 +6,7 @@ Parts of a model that text does not pass through are frozen. Left out on purpose
 on images or sound.
 """
 
+import copy
 import json
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -141,7 +142,7 @@ def make_reference(model: PreTrainedModel, *, exact: bool = False):
 
         return AdapterReference(model)
     if not hasattr(model, "mesh"):
-        reference = core.frozen_copy(model)
+        reference = copy.deepcopy(model).eval().requires_grad_(False)
         return reference if exact else round_frozen_weights(reference)
     with torch.device("meta"):
         reference = auto_class(model.config).from_config(model.config, dtype=torch.float32)
