@@ -27,8 +27,7 @@ import torch
 from data import as_messages
 from engine.errors import RunError, exits_as_errors, in_one_line
 from logprobs import completion_lengths
-from environments.instances import Instance, close_all, start_group
-from environments.loading import responders
+from environments.instances import Instance, close_all, responders, start_group
 from environments.messages import encode_reply
 from reward_functions.calling import call_with_timeout
 from rewards import MOST_POINTS

@@ -88,7 +88,7 @@ def validate_grpo_setup(
     names = config.grpo.reward_functions if reward_functions is None else reward_functions
     require_columns(load_reward_functions(names), dataset, config.data.dataset)
     if environment := environment or config.grpo.environment:
-        from environments.loading import load_environment, refuse_missing_columns  # here: with one alone
+        from environments.instances import load_environment, refuse_missing_columns  # here: with one alone
 
         refuse_missing_columns(config.grpo.environment, load_environment(environment), dataset)
 
@@ -173,8 +173,7 @@ def set_up(
     environment = environment or config.grpo.environment or None
     tools = None
     if environment:
-        from environments.instances import tools_of       # here: with an environment alone
-        from environments.loading import load_environment
+        from environments.instances import load_environment, tools_of  # here: with an environment alone
 
         environment = load_environment(environment)
         tools = tools_of(environment)
