@@ -66,7 +66,10 @@ def train_in_phase(policy: Policy, phase: Phase, config: Config, make_optimizer:
     if make_optimizer:
         named = chain(*(module.named_parameters() for module in modules))
         optimizer = make_optimizer([pair for pair in named if pair[1].requires_grad])
-        refuse_other_optimizer(optimizer)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise RunError(f"optimizer: returned a {type(optimizer).__name__}, no torch Optimizer")
+        if not {"state", "param_groups"} <= optimizer.state_dict().keys():
+            raise RunError("optimizer: its state_dict has no state and param_groups: not to be resumed")
     else:
         # With the usual 0.999, beta2 averages over too many steps, as gradients change fast.
         optimizer = torch.optim.AdamW(
@@ -76,14 +79,6 @@ def train_in_phase(policy: Policy, phase: Phase, config: Config, make_optimizer:
     factor = partial(
         learning_rate_factor, steps=phase.steps, warmup=warmup, schedule=training.lr_schedule)
     policy.train_with(optimizer, LambdaLR(optimizer, factor), value_head)
-
-
-def refuse_other_optimizer(optimizer) -> None:
-    """Raise RunError if what a caller's function returned is no optimiser, or could not be resumed."""
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise RunError(f"optimizer: returned a {type(optimizer).__name__}, no torch Optimizer")
-    if not {"state", "param_groups"} <= optimizer.state_dict().keys():
-        raise RunError("optimizer: its state_dict has no state and param_groups: not to be resumed")
 
 
 def first_reference(policy: Policy, config, teacher: torch.nn.Module | None) -> Policy:
