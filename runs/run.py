@@ -4,7 +4,7 @@ A run: its progress, data, log and checkpoints.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -131,7 +131,7 @@ class Run:
     def started(self) -> Iterator[StopOnSignal]:
         """Open the run folder; the context tells whether the user has asked to stop. Call on all ranks."""
         self.folder.open(self.progress.step, self.saved_state.get("file_sizes", {}))
-        with StopOnSignal(self.folder.ranks) as stop, self.folder:
+        with StopOnSignal(self.folder.ranks) as stop, closing(self.folder):
             try:
                 yield stop
             finally:
