@@ -212,14 +212,14 @@ def training_loop(run: Run, on_step: Callable | None = None) -> None:
     """
     if run.is_complete():
         return
-    with run.started() as stop:
+    with run.started() as stop_requested:
         for phase in run.phases_left():                   # begins, ends and saves each; then writes final/
             take_step = grpo_training_step if phase.name == "grpo" else supervised_training_step
             while True:
                 run.evaluate_if_due()
                 if phase.is_over(run.progress):
                     break
-                stopping = stop.requested()
+                stopping = stop_requested()
                 run.save_if_due(stopping)
                 if stopping:
                     return                                # the phase does not end

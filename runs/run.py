@@ -23,7 +23,7 @@ from runs.checkpoint import (
     write_policy,
 )
 from runs.console import RunConsole
-from runs.errors import RAISED_BY_ALL, StopOnSignal
+from runs.errors import RAISED_BY_ALL, stop_on_signal
 from runs.folder import RunFolder
 from runs.phases import Phase, first_reference, is_due, train_in_phase
 from runs.results import evaluate_and_log, print_summary, write_curves_and_report, write_step
@@ -128,12 +128,12 @@ class Run:
     # ---- from the beginning to the end ---------------------------------------------------------------------
 
     @contextmanager
-    def started(self) -> Iterator[StopOnSignal]:
-        """Open the run folder; the context tells whether the user has asked to stop. Call on all ranks."""
+    def started(self) -> Iterator[Callable[[], bool]]:
+        """Open the run folder; the context tells if the user has asked to stop. Call both on all ranks."""
         self.folder.open(self.progress.step, self.saved_state.get("file_sizes", {}))
-        with StopOnSignal(self.folder.ranks) as stop, closing(self.folder):
+        with stop_on_signal(self.folder.ranks) as stop_requested, closing(self.folder):
             try:
-                yield stop
+                yield stop_requested
             finally:
                 write_curves_and_report(self.folder)
 
