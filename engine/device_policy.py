@@ -18,8 +18,7 @@ from torch import Tensor
 
 from engine.devices import Ranks, cut_graph, num_processes
 from engine.errors import first_line, is_out_of_memory
-from engine.models import moved_to
-from engine.precision import is_exact, precision_of
+from engine.models import is_exact, moved_to, precision_of
 from engine.sharding import forward_pass, gathered_weights, reshard, sum_and_clip_gradient
 from engine.text_model import has_adapter, trainable_parameters
 from logprobs import LogProbs, completion_lengths, completion_log_probs, micro_batches

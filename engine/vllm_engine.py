@@ -29,7 +29,7 @@ from engine.adapters import adapted_weights
 from data import encode_prompt
 from engine.devices import num_processes
 from engine.device_policy import DevicePolicy
-from engine.precision import precision_of
+from engine.models import precision_of
 from engine.sampler import SamplingState
 from engine.sharding import gathered, reshard
 from logprobs import distribution_of

@@ -22,9 +22,8 @@ from engine.errors import RunError
 from engine.device_policy import DevicePolicy, runs_in_core
 from engine.models import (
     check_context_length, load_any_policy, load_any_tokenizer, move, moved_to, recompute_activations,
-    save_any_policy,
+    resolve_precision, save_any_policy,
 )
-from engine.precision import resolve_precision
 from engine.sharding import shard
 from model import load_policy
 from policy import Policy
