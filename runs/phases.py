@@ -82,16 +82,12 @@ def train_in_phase(policy: Policy, phase: Phase, config: Config, make_optimizer:
 
 
 def first_reference(policy: Policy, config, teacher: torch.nn.Module | None) -> Policy:
-    """Return the reference that GRPO begins with: the teacher, else a copy of the policy.
-
-    config  a GRPOConfig
-    """
+    """Return the reference that GRPO begins with: the teacher, else a copy of the policy."""
+    home = torch.device("cpu") if config.reference_offload else next(policy.model.parameters()).device
     model = teacher
     if teacher is None:
         model = make_reference(policy.model, exact=config.reference_mode == "ema")
-    reference = policy.like(model)
-    move(model, torch.device("cpu") if config.reference_offload else next(policy.model.parameters()).device)
-    return reference
+    return policy.like(move(model, home))
 
 
 def learning_rate_factor(step: int, *, steps: int, warmup: int, schedule: str) -> float:
