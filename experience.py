@@ -97,9 +97,7 @@ class Experience:
         old_logp            what the ratio of the loss divides by: sampling_logp; with --importance_cap
                             trainer_logp
 
-    With a cap importance_weights are min(exp(trainer_logp - sampling_logp), cap); batch multiplies the
-    advantages by them. This is truncated importance sampling: weights correct for the sampler, ratios for
-    what updates have changed.
+    With a cap, batch multiplies the advantages by importance_weights: see grpo.importance_weights.
     """
 
     examples: list[dict]                # P
