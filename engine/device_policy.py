@@ -10,7 +10,7 @@ The policy of policy.py on any device, in 16 bits, and over many processes. shar
 import copy
 import math
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -51,10 +51,7 @@ class DevicePolicy(Policy):
 
     # ---- the four verbs ------------------------------------------------------------------------------------
 
-    def sample(
-        self, prompts: list, config, seeds: int | Sequence, *, num_completions: int | None = None,
-        reply: Callable | None = None,
-    ) -> Rollout:
+    def sample(self, prompts: list, config, seeds, *, num_completions=None, reply=None) -> Rollout:
         """As Policy.sample, for the prompts of this process.
 
         reply.restart() is called before sampling begins again for want of memory.
@@ -107,9 +104,7 @@ class DevicePolicy(Policy):
 
     # ---- their parts ---------------------------------------------------------------------------------------
 
-    def forward_passes(
-        self, rollout: Rollout, rows: Tensor, reference=None
-    ) -> Iterator[tuple[Tensor, LogProbs]]:
+    def forward_passes(self, rollout: Rollout, rows: Tensor, reference=None) -> Iterator[tuple]:
         """As Policy.forward_passes, those of this process.
 
         A pass of a sharded model needs all processes. A process without a part repeats the last one, and
