@@ -53,10 +53,7 @@ def plan_phases(config: Config, num_examples: int) -> list[Phase]:
 
 
 def train_in_phase(policy: Policy, phase: Phase, config: Config, make_optimizer: Callable | None) -> None:
-    """Give the policy the optimiser, the schedule and the value head of a phase.
-
-    make_optimizer  a caller's: of named parameters; None: AdamW
-    """
+    """Give the policy the optimiser of make_optimizer, else AdamW, the schedule, and the value head."""
     training, device = config.training, next(policy.model.parameters()).device
     modules, value_head = [policy.model], None
     if phase.name == "grpo" and config.grpo.use_value_head:

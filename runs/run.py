@@ -150,10 +150,7 @@ class Run:
         print_summary(self.folder)
 
     def begin_phase(self) -> None:
-        """Create the objects of the phase: optimiser, schedule, value head, data order, reference.
-
-        A run that is resumed within the phase restores them from saved_state.
-        """
+        """Create optimiser, schedule, value head, data order and reference; restore them from saved_state."""
         phase, training, config = self.phase, self.config.training, self.config.grpo
         seed = training.seed + self.progress.phase
         self.batches = Batches(self.train_set, training.batch_size, seed, self.config.data.shuffle)
@@ -207,10 +204,7 @@ class Run:
                 evaluate_and_log(self)
 
     def log_step(self, metrics: dict, experience: Experience, on_step: Callable | None = None) -> None:
-        """Write and print the metrics of a step, and call on_step(run, metrics, experience).
-
-        After MOST_SKIPPED skipped steps raise RunError.
-        """
+        """Write and print a step's metrics, call on_step. Raises RunError if MOST_SKIPPED were skipped."""
         with self.saved_on_error():                       # the step is complete: it is not repeated
             write_step(self, metrics, experience)
             if on_step:

@@ -253,10 +253,7 @@ def refuse_other_settings(config: Config, num_examples: int) -> None:
 
 
 def write_base(config: ModelConfig, folder: RunFolder) -> ModelConfig:
-    """Write the built-in model to base/ of the run folder, where the files of an adapter find it.
-
-    returns  settings that load it from there
-    """
+    """Write the built-in model to base/ of the run folder, for an adapter. Return settings that load it."""
     folder.ranks.gather(folder.acquire_lock)
     policy, tokenizer = load_policy(replace(config, lora_rank=0, precision="float32"))
     path = folder.path.resolve() / "base"
