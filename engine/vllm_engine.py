@@ -16,7 +16,7 @@ import importlib.util
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
@@ -97,10 +97,7 @@ class VLLM:
         if self.sleeps:
             self.on_all_ranks(self.llm.sleep, level=2)    # the next weights replace these
 
-    def sample(
-        self, prompts: list, config, seeds: int | Sequence, *, num_completions: int,
-        reply: Callable | None = None,
-    ) -> Rollout:
+    def sample(self, prompts: list, config, seeds, *, num_completions: int, reply=None) -> Rollout:
         """Sample as Policy.sample: one turn of all completions, then the next."""
         from vllm import SamplingParams
 
