@@ -93,22 +93,19 @@ def validate_grpo_setup(
 
 
 def start_up_check(
-    model, tokenizer, examples: list[dict], config: Config, make_policy: Callable | None, teacher,
+    model, tokenizer, examples: list[dict], config: Config, make_policy: Callable | None, reference,
     longest_prompt: int, notify: Callable,
 ) -> Policy:
-    """Return the policy of a run. Raises ValueError if it would sample or forward wrongly.
-
-    make_policy, teacher  engine and reference of set_up
-    """
+    """Return the policy of a run. Raises ValueError if it would sample or forward wrongly."""
     max_tokens, grpo = config.training.max_tokens_per_forward, config.grpo
     prompts = [example["prompt"] for example in examples[:2]]
     plain = DevicePolicy(model, tokenizer, max_tokens=max_tokens)
     with plain.sampling():
         policy, note = choose_engine(plain, prompts, grpo, longest_prompt)
         rollout = refuse_wrong_sampler(policy, prompts, grpo.generation_max_length)
-        if teacher is not None:
-            rows = plain.like(teacher)
-            with moved_to(teacher, plain.device), rows.sampling():
+        if reference is not None:
+            rows = plain.like(reference)
+            with moved_to(reference, plain.device), rows.sampling():
                 refuse_wrong_head(rows, rollout, "teacher")
                 if policy.shares_prompts:
                     other, note = choose_engine(rows, prompts, grpo, longest_prompt)
