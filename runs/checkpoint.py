@@ -18,7 +18,7 @@ import torch
 import transformers
 from safetensors import SafetensorError
 
-from engine.devices import all_gather_object, is_main, limit_threads, num_processes
+from engine.devices import all_gather_object, is_main, num_processes
 from engine.errors import RunError, first_line
 from engine.models import full_state_dict, save_any_policy
 from engine.sharding import full_tensor, sharded_like
@@ -119,10 +119,7 @@ def by_step(checkpoint: Path) -> tuple[str, bool]:
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
-    """Return the newest checkpoint of a run folder, None if it has none. Raises ValueError if it is damaged.
-
-    OSError if the folder of checkpoints cannot be read.
-    """
+    """Return a run folder's newest checkpoint or None. Raises ValueError, or OSError, if it is unreadable."""
     parent = folder / "checkpoints"
     paths = parent.iterdir() if parent.exists() else []   # glob would find none where it may not read
     saved = [path for path in paths if path.name.startswith("step-")]
@@ -148,10 +145,3 @@ def versions(policy) -> dict:
         "transformers": transformers.__version__, "processes": num_processes(),
         "threads": torch.get_num_threads(), "engine": type(policy).__name__,
     }
-
-
-def resume_versions(begun: dict, policy, notify: Callable) -> None:
-    """Compute with as many threads as the run began with; say if what the last bits depend on has changed."""
-    limit_threads(begun["threads"], "the number that the run began with", notify)
-    if (now := versions(policy)) != begun:
-        notify(f"  note   resumed with {now}, begun with {begun}: equal up to rounding, not bit for bit")

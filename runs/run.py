@@ -13,14 +13,13 @@ import torch
 
 from config import Config
 from data import Batches
-from engine.devices import num_processes, seed_generators
+from engine.devices import limit_threads, num_processes, seed_generators
 from engine.errors import RunError
 from engine.sharding import full_tensor
 from experience import Experience
 from policy import Policy
 from runs.checkpoint import (
-    load_optimizer_state, optimizer_state, read_state, resume_versions, versions, write_checkpoint,
-    write_policy,
+    load_optimizer_state, optimizer_state, read_state, versions, write_checkpoint, write_policy,
 )
 from runs.console import RunConsole
 from runs.errors import RAISED_BY_ALL, stop_on_signal
@@ -270,5 +269,8 @@ class Run:
         self.saved_at = self.progress.step
         if state.get("scaler") and hasattr(self.policy, "scaler"):               # else float32 now
             self.policy.scaler.load_state_dict(state["scaler"])
-        resume_versions(state["versions"], self.policy, self.console.print)
+        begun, notify = state["versions"], self.console.print
+        limit_threads(begun["threads"], "the number that the run began with", notify)
+        if (now := versions(self.policy)) != begun:
+            notify(f"  note   resumed with {now}, begun with {begun}: equal up to rounding, not bit for bit")
         self.saved_state = state
