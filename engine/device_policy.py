@@ -52,10 +52,7 @@ class DevicePolicy(Policy):
     # ---- the four verbs ------------------------------------------------------------------------------------
 
     def sample(self, prompts: list, config, seeds, *, num_completions=None, reply=None) -> Rollout:
-        """As Policy.sample, for the prompts of this process.
-
-        reply.restart() is called before sampling begins again for want of memory.
-        """
+        """As Policy.sample, for prompts of this process. reply.restart() is called before a repeat."""
         group_size = num_completions or config.num_completions_per_prompt
         at_once = config.generation_batch_size or len(prompts) * group_size
 
