@@ -1,6 +1,4 @@
-"""
-What a run does when it is interrupted, and when it cannot continue.
-"""
+"""What a run does when it is interrupted, and when it cannot continue."""
 
 import os
 import signal

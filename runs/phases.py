@@ -1,6 +1,4 @@
-"""
-Phases of a run: their lengths, and the optimiser, schedule, data order and reference that each begins with.
-"""
+"""Phases of a run: lengths, and the optimiser, schedule, data order and reference that each begins with."""
 
 import math
 from collections.abc import Callable

@@ -1,6 +1,4 @@
-"""
-A run: its progress, data, log and checkpoints.
-"""
+"""A run: its progress, data, log and checkpoints."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
