@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from logprobs import LogProbs, completion_log_probs, micro_batches
-from model import update_reference
 from sample import Rollout, sample_completions_for_prompts
 
 
@@ -194,6 +193,8 @@ class Policy:
         other.train_with(optimizer=None, scheduler=None)
         return other
 
+    @torch.no_grad()
     def update_reference(self, reference: "Policy", alpha: float) -> None:
-        """Move a reference to alpha * reference + (1 - alpha) * policy."""
-        update_reference(reference.model, self.model, alpha)
+        """Set reference = alpha * reference + (1 - alpha) * policy; alpha=0 copies the policy exactly."""
+        for old, new in zip(reference.model.parameters(), self.model.parameters(), strict=True):
+            old.lerp_(new.to(old), 1 - alpha)             # in its precision

@@ -22,7 +22,6 @@ from engine.models import is_exact, moved_to, precision_of
 from engine.sharding import forward_pass, gathered_weights, reshard, sum_and_clip_gradient
 from engine.text_model import has_adapter, trainable_parameters
 from logprobs import LogProbs, completion_lengths, completion_log_probs, micro_batches
-from model import update_reference
 from policy import Policy
 from sample import Rollout
 
@@ -191,10 +190,10 @@ class DevicePolicy(Policy):
         """As Policy.update_reference; with an adapter the reference is one too."""
         reshard(self.model)
         reshard(reference.model)
-        trained = self.model
-        if has_adapter(trained):
-            trained = torch.nn.ParameterList(trainable_parameters(trained))
-        update_reference(reference.model, trained, alpha)
+        trained = self
+        if has_adapter(self.model):
+            trained = self.like(torch.nn.ParameterList(trainable_parameters(self.model)))
+        Policy.update_reference(trained, reference, alpha)
 
 
 def runs_in_core(model) -> bool:
