@@ -97,9 +97,7 @@ class Experience:
         old_logp            what the ratio of the loss divides by: sampling_logp; with --importance_cap
                             trainer_logp
 
-    With a cap importance_weights are min(exp(trainer_logp - sampling_logp), cap); batch multiplies the
-    advantages by them. This is truncated importance sampling: weights correct for the sampler, ratios for
-    what updates have changed.
+    With a cap, batch multiplies the advantages by importance_weights: see grpo.importance_weights.
     """
 
     examples: list[dict]                # P
@@ -184,17 +182,11 @@ def compute_experience(groups: Groups, advantages: Tensor, config, policy, refer
             config, groups.rewards.reshape(-1, 1), penalty, experience.old_values, mask, rollout.turn_points)
     elif penalty is not None:
         experience.advantages = advantages + penalty_advantages(penalty, mask, groups.rewards.shape)
-    experience.metrics |= describe_advantages(experience)
+    shown = experience.advantages[mask] if experience.by_token else experience.advantages[:, 0]
+    experience.metrics |= {"mean_advantage": float(shown.mean()), "std_advantage": float(shown.std())}
     if config.importance_weight_cap:
         add_importance_weights(experience, config.importance_weight_cap)
     return experience
-
-
-def describe_advantages(experience: Experience) -> dict:
-    """Return mean and standard deviation of the advantages, of tokens if these have their own."""
-    advantages, mask = experience.advantages, experience.mask
-    advantages = advantages[mask] if experience.by_token else advantages[:, 0]
-    return {"mean_advantage": float(advantages.mean()), "std_advantage": float(advantages.std())}
 
 
 def add_trainer_logp(experience: Experience, policy) -> None:

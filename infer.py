@@ -23,10 +23,8 @@ from config import GRPOConfig, ModelConfig
 from data import as_text, encode_prompt
 from engine.device_policy import DevicePolicy
 from engine.devices import best_device, leave_busy_cores
-from engine.models import check_context_length, load_any_policy, move
-from engine.precision import resolve_precision
-from environments.instances import tools_of
-from environments.loading import load_environment, refuse_missing_columns
+from engine.models import check_context_length, load_any_policy, move, resolve_precision
+from environments.instances import load_environment, refuse_missing_columns, tools_of
 from experience import Groups
 from reward_functions.loading import load_reward_functions, require_columns
 from rewards import is_missing, text_of

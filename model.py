@@ -1,11 +1,10 @@
 """
-The policy: a causal language model that transformers knows or the built-in tiny Gemma, its reference, the
-value head, saving. One process, all weights in float32 and trained.
+The policy: a causal language model that transformers knows or the built-in tiny Gemma, the value head,
+saving. One process, all weights in float32 and trained.
 
 Hubs, LoRA adapters, 16 bits and many processes are in engine/models.py.
 """
 
-import copy
 import json
 from pathlib import Path
 
@@ -124,18 +123,6 @@ def tiny_gemma(tokenizer, config) -> Gemma3ForCausalLM:
         bos_token_id=tokenizer.bos_token_id,
         attn_implementation=None if config.attn_implementation == "auto" else config.attn_implementation,
     )).eval()
-
-
-def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a reference: a copy of the model without gradients."""
-    return copy.deepcopy(model).eval().requires_grad_(False)
-
-
-@torch.no_grad()
-def update_reference(reference, model, alpha: float) -> None:
-    """Set reference = alpha * reference + (1 - alpha) * policy; alpha=0 copies the policy exactly."""
-    for old, new in zip(reference.parameters(), model.parameters(), strict=True):
-        old.lerp_(new.to(old), 1 - alpha)                 # in its precision
 
 
 class ValueHead(torch.nn.Module):

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from logprobs import LogProbs, completion_log_probs, micro_batches
-from model import update_reference
 from sample import Rollout, sample_completions_for_prompts
 
 
@@ -152,12 +151,10 @@ class Policy:
         return [sum(column) for column in zip(*(x.tolist() for x in sums), strict=True)]
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradient of one pass."""
         loss.backward()
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
-        """Return the parameters of the optimiser."""
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def clip_gradient(self, max_norm: float) -> float:
@@ -196,6 +193,8 @@ class Policy:
         other.train_with(optimizer=None, scheduler=None)
         return other
 
+    @torch.no_grad()
     def update_reference(self, reference: "Policy", alpha: float) -> None:
-        """Move a reference to alpha * reference + (1 - alpha) * policy."""
-        update_reference(reference.model, self.model, alpha)
+        """Set reference = alpha * reference + (1 - alpha) * policy; alpha=0 copies the policy exactly."""
+        for old, new in zip(reference.model.parameters(), self.model.parameters(), strict=True):
+            old.lerp_(new.to(old), 1 - alpha)             # in its precision

@@ -22,7 +22,7 @@ adjacent, T completion tokens, b rows that are forwarded, H hidden size, V vocab
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, is_dataclass, replace
 from inspect import signature
 from itertools import compress
 from numbers import Integral
@@ -332,8 +332,7 @@ def concatenate(parts: list, name: str = ""):
             raise ValueError(f"{name}: parts have different entries: {[list(part) for part in parts]}")
         return {key: concatenate([part[key] for part in parts], key) for key in first}
     if is_dataclass(first):
-        names = [f.name for f in fields(first)]
-        return replace(first, **{n: concatenate([getattr(part, n) for part in parts], n) for n in names})
+        return replace(first, **concatenate([vars(part) for part in parts]))
     if not isinstance(first, OF_THE_WHOLE):
         raise TypeError(f"{name}: not a tensor, list or dict: {first!r:.100}")
     if any(part != first for part in parts):
@@ -351,8 +350,7 @@ def select(item, kept: Tensor, name: str = ""):
     if isinstance(item, dict):
         return {key: select(x, kept, key) for key, x in item.items()}
     if is_dataclass(item):
-        names = [f.name for f in fields(item)]
-        return replace(item, **{n: select(getattr(item, n), kept, n) for n in names})
+        return replace(item, **select(vars(item), kept))
     if not isinstance(item, Tensor | list) or len(item) % len(kept):
         raise TypeError(f"{name}: not a tensor or list with entries for each prompt: {item!r:.100}")
     rows = kept.repeat_interleave(len(item) // len(kept))

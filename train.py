@@ -212,14 +212,14 @@ def training_loop(run: Run, on_step: Callable | None = None) -> None:
     """
     if run.is_complete():
         return
-    with run.started() as stop:
+    with run.started() as stop_requested:
         for phase in run.phases_left():                   # begins, ends and saves each; then writes final/
             take_step = grpo_training_step if phase.name == "grpo" else supervised_training_step
             while True:
                 run.evaluate_if_due()
                 if phase.is_over(run.progress):
                     break
-                stopping = stop.requested()
+                stopping = stop_requested()
                 run.save_if_due(stopping)
                 if stopping:
                     return                                # the phase does not end
@@ -230,10 +230,10 @@ def training_loop(run: Run, on_step: Callable | None = None) -> None:
                 run.log_step(metrics, experience, on_step)
 
 
-def main(argv: list[str]) -> None:
-    """Parse the flags and set up the run; then train, or with --check print its table of rewards."""
+def main(argv: list[str] | None = None) -> None:
+    """Parse flags (None: the program's) and set up the run; then train, or with --check print its rewards."""
     with exit_on_errors("train.py"):
-        run = set_up(parse_config(argv))
+        run = set_up(parse_config(sys.argv[1:] if argv is None else argv))
         check = run.config.training.check
         if check:
             from analysis.reward_linter import print_rewards  # here: for this flag alone
@@ -246,4 +246,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

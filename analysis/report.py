@@ -50,10 +50,7 @@ CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202
 
 
 def write_report(folder: Path) -> Path:
-    """Write folder/report.html on the run in it, and its curves to folder/curves.png.
-
-    raises  ValueError in one line, if the folder is not a run or a file in it is damaged
-    """
+    """Write report.html and curves.png into a run folder. Raises ValueError if it is none, or damaged."""
     config = DEFAULTS | read_settings(folder / "config.json")
     try:
         lines = read_jsonl(folder / "metrics.jsonl")

@@ -10,7 +10,7 @@ The policy of policy.py on any device, in 16 bits, and over many processes. shar
 import copy
 import math
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -18,12 +18,10 @@ from torch import Tensor
 
 from engine.devices import Ranks, cut_graph, num_processes
 from engine.errors import first_line, is_out_of_memory
-from engine.models import moved_to
-from engine.precision import is_exact, precision_of
+from engine.models import is_exact, moved_to, precision_of
 from engine.sharding import forward_pass, gathered_weights, reshard, sum_and_clip_gradient
 from engine.text_model import has_adapter, trainable_parameters
 from logprobs import LogProbs, completion_lengths, completion_log_probs, micro_batches
-from model import update_reference
 from policy import Policy
 from sample import Rollout
 
@@ -31,18 +29,18 @@ from sample import Rollout
 class DevicePolicy(Policy):
     """A policy on any device and any number of processes, which all call its methods in the same order."""
 
+    split = staticmethod(micro_batches)                   # of rows into passes, the same in all processes
+
     def __init__(self, model, tokenizer, *, max_tokens: int = 2048):
-        """max_tokens: tokens of a forward pass in training, the same in all processes."""
         super().__init__(model, tokenizer, max_tokens=max_tokens)
         self.device = next(model.parameters()).device
         self.ranks = Ranks()
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=precision_of(model) == "float16")
         self.sampler = None                               # such as vLLM, see vllm_engine.py; None: the model
-        self.on_less_memory = print_halving               # called with flag, value, half and error
+        self.on_less_memory = lambda flag, half, line: print(line)       # called by halving
 
     @property
     def same_arithmetic(self) -> bool:
-        """As Policy.same_arithmetic."""
         return self.sampler is None
 
     @property
@@ -52,14 +50,8 @@ class DevicePolicy(Policy):
 
     # ---- the four verbs ------------------------------------------------------------------------------------
 
-    def sample(
-        self, prompts: list, config, seeds: int | Sequence, *, num_completions: int | None = None,
-        reply: Callable | None = None,
-    ) -> Rollout:
-        """As Policy.sample, for the prompts of this process.
-
-        reply.restart() is called before sampling begins again for want of memory.
-        """
+    def sample(self, prompts: list, config, seeds, *, num_completions=None, reply=None) -> Rollout:
+        """As Policy.sample, for prompts of this process. reply.restart() is called before a repeat."""
         group_size = num_completions or config.num_completions_per_prompt
         at_once = config.generation_batch_size or len(prompts) * group_size
 
@@ -108,15 +100,13 @@ class DevicePolicy(Policy):
 
     # ---- their parts ---------------------------------------------------------------------------------------
 
-    def forward_passes(
-        self, rollout: Rollout, rows: Tensor, reference=None
-    ) -> Iterator[tuple[Tensor, LogProbs]]:
+    def forward_passes(self, rollout: Rollout, rows: Tensor, reference=None) -> Iterator[tuple]:
         """As Policy.forward_passes, those of this process.
 
         A pass of a sharded model needs all processes. A process without a part repeats the last one, and
         yields a result of no rows.
         """
-        parts = self.split(rollout, rows)
+        parts = self.split(rollout, rows, self.max_tokens, self.ranks.size)
         cut_graph(self.device)
         for first in range(0, len(parts), self.ranks.size):
             index = first + self.ranks.rank
@@ -128,22 +118,15 @@ class DevicePolicy(Policy):
                 yield part[:0], LogProbs(**{name: x[:0] for name, x in new.computed().items()})
             cut_graph(self.device)
 
-    def split(self, rollout: Rollout, rows: Tensor) -> list[Tensor]:
-        """Split rows into micro-batches, equally in all processes; one for each, if there are enough rows."""
-        return micro_batches(rollout, rows, self.max_tokens, self.ranks.size)
-
     def forward(self, rollout: Rollout, rows: Tensor, reference=None) -> LogProbs:
-        """As Policy.forward, with weights gathered for the pass."""
         return completion_log_probs(
             self.model, rollout, rows, reference=reference and reference.model, value_head=self.value_head,
             run_forward=forward_pass)
 
     def backward(self, loss: Tensor) -> None:
-        """As Policy.backward; scaled with float16."""
         self.scaler.scale(loss).backward()
 
     def clip_gradient(self, max_norm: float) -> float:
-        """As Policy.clip_gradient, of the sum over all processes."""
         return sum_and_clip_gradient(self.parameters, max_norm)
 
     def clear_gradient(self) -> None:
@@ -181,7 +164,8 @@ class DevicePolicy(Policy):
                 if not is_out_of_memory(error) or num_processes() > 1 or half == value:
                     raise
                 traceback.clear_frames(error.__traceback__)                      # frees the pass's tensors
-                self.on_less_memory(flag, value, half, first_line(error))
+                line = f"{first_line(error)}: --{flag} {value} -> {half}, and once more"
+                self.on_less_memory(flag, half, line)
             value = half
             if before_repeat:
                 before_repeat()
@@ -193,7 +177,6 @@ class DevicePolicy(Policy):
         return self.sampler.sampling() if self.sampler else gathered_weights(self.model)
 
     def distribute(self, work: Callable, *lists: list) -> list:
-        """As Policy.distribute: each process works on a slice of the lists."""
         with self.sampling():
             return self.ranks.gather(work, *lists)
 
@@ -207,15 +190,10 @@ class DevicePolicy(Policy):
         """As Policy.update_reference; with an adapter the reference is one too."""
         reshard(self.model)
         reshard(reference.model)
-        trained = self.model
-        if has_adapter(trained):
-            trained = torch.nn.ParameterList(trainable_parameters(trained))
-        update_reference(reference.model, trained, alpha)
-
-
-def print_halving(flag: str, value: int, half: int, error: str) -> None:
-    """Print that a limit was halved."""
-    print(f"{error}: --{flag} {value} -> {half}, and once more")
+        trained = self
+        if has_adapter(self.model):
+            trained = self.like(torch.nn.ParameterList(trainable_parameters(self.model)))
+        Policy.update_reference(trained, reference, alpha)
 
 
 def runs_in_core(model) -> bool:

@@ -281,7 +281,6 @@ def leave_busy_cores(notify: Callable) -> None:
     if "OMP_NUM_THREADS" in os.environ:
         return                                            # limit_threads would do nothing
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count())
-
     busy = 0
     for seconds in 0.3, 1:                                # not only for a moment
         with suppress(OSError):                           # of a sandbox without /proc/stat

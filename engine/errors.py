@@ -1,6 +1,4 @@
-"""
-Errors that end a run, and other errors in one line.
-"""
+"""Errors that end a run, and other errors in one line."""
 
 from contextlib import contextmanager
 

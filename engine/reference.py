@@ -54,10 +54,7 @@ def load_teacher(config: Config, policy: torch.nn.Module) -> torch.nn.Module:
 def prepare_teacher(
     reference: torch.nn.Module | None, policy: torch.nn.Module, tokenizer, config: Config
 ) -> torch.nn.Module:
-    """Return a teacher, frozen: the one that is passed, else the model of --reference_path.
-
-    raises  ValueError if the settings or the policy do not fit it
-    """
+    """Return the given teacher, or that of --reference_path, frozen. Raises ValueError if it does not fit."""
     if not config.training.use_grpo:
         raise ValueError("reference: nothing is compared with it; add use_grpo")
     if reference is None:

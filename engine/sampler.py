@@ -2,8 +2,7 @@
 The sampler of the shared engine: a prompt is forwarded once, and its keys and values are shared by its
 completions (cache.py). A completion that waits in the queue starts as soon as others have ended.
 
-A token is drawn by inverse transform sampling, with one uniform number; every completion has its own stream
-of them (sample.py). On XLA shapes are rounded up, and every iteration is one program.
+Random numbers are those of sample.py. On XLA shapes are rounded up, and every iteration is one program.
 Shapes: B completions of up to T tokens, R active rows, H hidden size, V vocabulary. Row B, dummy_row, is no
 completion: tokens drawn for padding, and for completions that have ended, are written there.
 """

@@ -16,7 +16,7 @@ import importlib.util
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
@@ -29,7 +29,7 @@ from engine.adapters import adapted_weights
 from data import encode_prompt
 from engine.devices import num_processes
 from engine.device_policy import DevicePolicy
-from engine.precision import precision_of
+from engine.models import precision_of
 from engine.sampler import SamplingState
 from engine.sharding import gathered, reshard
 from logprobs import distribution_of
@@ -97,10 +97,7 @@ class VLLM:
         if self.sleeps:
             self.on_all_ranks(self.llm.sleep, level=2)    # the next weights replace these
 
-    def sample(
-        self, prompts: list, config, seeds: int | Sequence, *, num_completions: int,
-        reply: Callable | None = None,
-    ) -> Rollout:
+    def sample(self, prompts: list, config, seeds, *, num_completions: int, reply=None) -> Rollout:
         """Sample as Policy.sample: one turn of all completions, then the next."""
         from vllm import SamplingParams
 

@@ -27,8 +27,7 @@ import torch
 from data import as_messages
 from engine.errors import RunError, exits_as_errors, in_one_line
 from logprobs import completion_lengths
-from environments.instances import Instance, close_all, start_group
-from environments.loading import responders
+from environments.instances import Instance, close_all, responders, start_group
 from environments.messages import encode_reply
 from reward_functions.calling import call_with_timeout
 from rewards import MOST_POINTS
@@ -115,7 +114,6 @@ class Conversations:
             completions=[conversation.completion_messages(ids[:n]) for conversation, ids, n in rows])
 
     def close(self) -> None:
-        """Close the instances."""
         close_all([instance.environment for instance in self.instances], self.config.reward_timeout)
 
 

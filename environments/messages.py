@@ -1,6 +1,4 @@
-"""
-The messages of a conversation as token ids: demonstrations with several turns, an environment's messages.
-"""
+"""Messages of a conversation as token ids: demonstrations with several turns, an environment's messages."""
 
 from functools import partial
 

@@ -1,6 +1,4 @@
-"""
-The built-in environments: a calculator and a Python interpreter, which execute tool calls, and a game.
-"""
+"""The built-in environments: a calculator and a Python interpreter, which execute tool calls, and a game."""
 
 import ast
 import inspect

@@ -1,6 +1,4 @@
-"""
-Reward function of the countdown problems, and arithmetic expressions evaluated without running code.
-"""
+"""Reward function of the countdown problems, and arithmetic expressions evaluated without running code."""
 
 import ast
 import operator

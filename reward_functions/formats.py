@@ -1,6 +1,4 @@
-"""
-Reward functions for answer formats (multiple choice, patterns, JSON, XML), and for an environment's points.
-"""
+"""Reward functions for answer formats (multiple choice, patterns, JSON, XML) and an environment's points."""
 
 import json
 import re

@@ -1,6 +1,4 @@
-"""
-The built-in reward functions by name, functions in files, and whether the data has the columns they need.
-"""
+"""Built-in reward functions by name, functions in files, and whether the data has the columns they need."""
 
 import importlib.util
 import inspect

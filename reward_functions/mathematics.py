@@ -116,9 +116,7 @@ for given, truth in {pairs!r}:
 
 def compare_in_sandbox(latex: dict[tuple[str, str], tuple]) -> dict[tuple[str, str], bool]:
     """Return whether the two expressions of each pair are equal. Several are compared in one process: a pair
-    that ends it is unequal, and the rest follow in a new process.
-
-    latex  the expressions of each pair, as LaTeX
+    that ends it is unequal, and the rest follow in a new process. latex: both expressions of each pair.
     """
     check_sandbox()
 

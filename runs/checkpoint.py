@@ -5,8 +5,7 @@ uninterrupted one with the same versions and number of processes, otherwise equa
 A checkpoint is a folder that infer.py can load as a model, with the rest of the run beside it: the reference
 as another such folder, and state.pt with settings, progress, optimiser, schedule, value head, data position
 and the sizes of the run's files. It does not depend on the number of processes: sharded tensors are gathered
-first. It is written under another name, flushed to the disk, and renamed when complete, so a run that is
-killed, or a disk that is full, leaves the previous checkpoint intact.
+first. A run that is killed, or a disk that is full, leaves the previous checkpoint intact: see write_folder.
 """
 
 import platform
@@ -19,7 +18,7 @@ import torch
 import transformers
 from safetensors import SafetensorError
 
-from engine.devices import all_gather_object, is_main, limit_threads, num_processes
+from engine.devices import all_gather_object, is_main, num_processes
 from engine.errors import RunError, first_line
 from engine.models import full_state_dict, save_any_policy
 from engine.sharding import full_tensor, sharded_like
@@ -29,8 +28,7 @@ from runs.folder import flush
 def write_checkpoint(folder: Path, step: int, model, tokenizer, reference, state: dict, *, keep: int) -> Path:
     """Write folder/step-<step>, delete all but the newest checkpoints, return the new one. Call on all ranks.
 
-    reference  a model, or None;  state  contents of state.pt
-    raises     RunError, on all ranks, if it cannot be written
+    reference  a model, or None;  state  contents of state.pt;  raises  as write_folder
     """
     target = folder / f"step-{step:08d}"
     weights = full_state_dict(model)
@@ -52,10 +50,7 @@ def write_checkpoint(folder: Path, step: int, model, tokenizer, reference, state
 
 
 def write_policy(model, tokenizer, folder: Path) -> None:
-    """Write the policy into a folder: best/, or final/, with which a run is complete. Call on all ranks.
-
-    raises  RunError, on all ranks, if it cannot be written; an earlier folder stays intact
-    """
+    """Write the policy into best/ or final/, as write_folder. final/ completes a run. Call on all ranks."""
     weights = full_state_dict(model)
     write_folder(folder, lambda partial: save_any_policy(model, tokenizer, partial, weights))
 
@@ -124,10 +119,7 @@ def by_step(checkpoint: Path) -> tuple[str, bool]:
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
-    """Return the newest checkpoint of a run folder, None if it has none. Raises ValueError if it is damaged.
-
-    OSError if the folder of checkpoints cannot be read.
-    """
+    """Return a run folder's newest checkpoint or None. Raises ValueError, or OSError, if it is unreadable."""
     parent = folder / "checkpoints"
     paths = parent.iterdir() if parent.exists() else []   # glob would find none where it may not read
     saved = [path for path in paths if path.name.startswith("step-")]
@@ -153,10 +145,3 @@ def versions(policy) -> dict:
         "transformers": transformers.__version__, "processes": num_processes(),
         "threads": torch.get_num_threads(), "engine": type(policy).__name__,
     }
-
-
-def resume_versions(begun: dict, policy, notify: Callable) -> None:
-    """Compute with as many threads as the run began with; say if what the last bits depend on has changed."""
-    limit_threads(begun["threads"], "the number that the run began with", notify)
-    if (now := versions(policy)) != begun:
-        notify(f"  note   resumed with {now}, begun with {begun}: equal up to rounding, not bit for bit")

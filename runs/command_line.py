@@ -6,7 +6,6 @@ A mistake is a ValueError of one line.
 
 import argparse
 import re
-import runpy
 from collections.abc import Iterable
 from dataclasses import fields
 from functools import partial
@@ -115,11 +114,6 @@ def build_parser(show_all: bool) -> OneLineParser:
     parser.add_argument("--help_all", action="help", help=f"show all {len(FLAGS)} flags")
     add_flags(parser, FLAGS, shown=FLAGS if show_all else COMMON)
     return parser
-
-
-def run_train() -> None:
-    """Run train.py as a program, for the installed command plain-grpo."""
-    runpy.run_module("train", run_name="__main__", alter_sys=True)
 
 
 def parse_config(argv: list[str]) -> Config:

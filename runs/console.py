@@ -45,7 +45,6 @@ class RunConsole:
         self.rich = Console(soft_wrap=True, highlight=False, quiet=quiet)
 
     def print(self, text: str = "") -> None:
-        """Print a line."""
         with suppress(SystemExit):                        # rich's end of `train.py | head`: a run goes on
             self.rich.print(text, markup=False, emoji=False)
 

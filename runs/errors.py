@@ -1,6 +1,4 @@
-"""
-What a run does when it is interrupted, and when it cannot continue.
-"""
+"""What a run does when it is interrupted, and when it cannot continue."""
 
 import os
 import signal
@@ -15,25 +13,17 @@ from policy import RatioError
 RAISED_BY_ALL = RunError, RatioError
 
 
-class StopOnSignal:
+@contextmanager
+def stop_on_signal(ranks):
     """Let the current step finish after Ctrl-C, SIGTERM or SIGHUP, which a closed terminal sends.
 
-    A second Ctrl-C ends the program at once. A signal that is ignored, as by nohup, stays so.
+    A second Ctrl-C ends the program at once. A signal that is ignored, as by nohup, stays so. The context is
+    a function that returns True, on all ranks, as soon as one has received a signal.
     """
+    received = []
 
-    def __init__(self, ranks):
-        self.ranks, self.received = ranks, False
-
-    def __enter__(self):
-        signals = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
-        if threading.current_thread() is not threading.main_thread():
-            signals = ()                                  # Python handles them in the main thread alone
-        handled = [number for number in signals if signal.getsignal(number) != signal.SIG_IGN]
-        self.previous = {number: signal.signal(number, self.receive) for number in handled}
-        return self
-
-    def receive(self, number, _):
-        self.received = True
+    def receive(number, _):
+        received.append(number)
         if number == signal.SIGINT:
             signal.signal(number, signal.default_int_handler)
             with suppress(OSError):                       # print may not be called in a handler
@@ -43,12 +33,14 @@ class StopOnSignal:
                 os.dup2(nothing.fileno(), 1)
                 os.dup2(nothing.fileno(), 2)
 
-    def requested(self) -> bool:
-        """Return True on all ranks as soon as one has received a signal."""
-        return self.ranks.sum(int(self.received)) > 0
-
-    def __exit__(self, *exception):
-        for number, handler in self.previous.items():
+    in_main_thread = threading.current_thread() is threading.main_thread()       # which alone handles signals
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if in_main_thread else ()
+    handled = [number for number in signals if signal.getsignal(number) != signal.SIG_IGN]
+    previous = {number: signal.signal(number, receive) for number in handled}
+    try:
+        yield lambda: ranks.sum(len(received)) > 0
+    finally:
+        for number, handler in previous.items():
             signal.signal(number, handler)
 
 

@@ -37,7 +37,7 @@ RECORDS = "metrics.jsonl", "rollouts.jsonl", "skipped.jsonl", "reward_errors.jso
 
 
 class RunFolder:
-    """The folder of one run, with its console. A context manager around the training loop."""
+    """The folder of one run, with its console."""
 
     def __init__(self, config: Config):
         training, self.config, self.ranks = config.training, config, Ranks()
@@ -126,10 +126,7 @@ class RunFolder:
         with (self.path / name).open("a") as file:        # all of them, or none if one is no JSON
             file.writelines(line + "\n" for line in lines)
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exception):
+    def close(self) -> None:
         if self.close_tracker:
             self.close_tracker()
         if self.lock:

@@ -1,6 +1,4 @@
-"""
-The groups of a step or an evaluation: sampled and scored, and their metrics, which docs/metrics.md lists.
-"""
+"""Groups of a step or an evaluation: sampled and scored, and their metrics, which docs/metrics.md lists."""
 
 import math
 from collections.abc import Callable, Sequence

@@ -1,6 +1,4 @@
-"""
-Phases of a run: their lengths, and the optimiser, schedule, data order and reference that each begins with.
-"""
+"""Phases of a run: lengths, and the optimiser, schedule, data order and reference that each begins with."""
 
 import math
 from collections.abc import Callable
@@ -53,10 +51,7 @@ def plan_phases(config: Config, num_examples: int) -> list[Phase]:
 
 
 def train_in_phase(policy: Policy, phase: Phase, config: Config, make_optimizer: Callable | None) -> None:
-    """Give the policy the optimiser, the schedule and the value head of a phase.
-
-    make_optimizer  a caller's: of named parameters; None: AdamW
-    """
+    """Give the policy the optimiser of make_optimizer, else AdamW, the schedule, and the value head."""
     training, device = config.training, next(policy.model.parameters()).device
     modules, value_head = [policy.model], None
     if phase.name == "grpo" and config.grpo.use_value_head:
@@ -66,7 +61,10 @@ def train_in_phase(policy: Policy, phase: Phase, config: Config, make_optimizer:
     if make_optimizer:
         named = chain(*(module.named_parameters() for module in modules))
         optimizer = make_optimizer([pair for pair in named if pair[1].requires_grad])
-        refuse_other_optimizer(optimizer)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise RunError(f"optimizer: returned a {type(optimizer).__name__}, no torch Optimizer")
+        if not {"state", "param_groups"} <= optimizer.state_dict().keys():
+            raise RunError("optimizer: its state_dict has no state and param_groups: not to be resumed")
     else:
         # With the usual 0.999, beta2 averages over too many steps, as gradients change fast.
         optimizer = torch.optim.AdamW(
@@ -78,25 +76,13 @@ def train_in_phase(policy: Policy, phase: Phase, config: Config, make_optimizer:
     policy.train_with(optimizer, LambdaLR(optimizer, factor), value_head)
 
 
-def refuse_other_optimizer(optimizer) -> None:
-    """Raise RunError if what a caller's function returned is no optimiser, or could not be resumed."""
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise RunError(f"optimizer: returned a {type(optimizer).__name__}, no torch Optimizer")
-    if not {"state", "param_groups"} <= optimizer.state_dict().keys():
-        raise RunError("optimizer: its state_dict has no state and param_groups: not to be resumed")
-
-
 def first_reference(policy: Policy, config, teacher: torch.nn.Module | None) -> Policy:
-    """Return the reference that GRPO begins with: the teacher, else a copy of the policy.
-
-    config  a GRPOConfig
-    """
+    """Return the reference that GRPO begins with: the teacher, else a copy of the policy."""
+    home = torch.device("cpu") if config.reference_offload else next(policy.model.parameters()).device
     model = teacher
     if teacher is None:
         model = make_reference(policy.model, exact=config.reference_mode == "ema")
-    reference = policy.like(model)
-    move(model, torch.device("cpu") if config.reference_offload else next(policy.model.parameters()).device)
-    return reference
+    return policy.like(move(model, home))
 
 
 def learning_rate_factor(step: int, *, steps: int, warmup: int, schedule: str) -> float:

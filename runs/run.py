@@ -1,10 +1,8 @@
-"""
-A run: its progress, data, log and checkpoints.
-"""
+"""A run: its progress, data, log and checkpoints."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,17 +11,16 @@ import torch
 
 from config import Config
 from data import Batches
-from engine.devices import num_processes, seed_generators
+from engine.devices import limit_threads, num_processes, seed_generators
 from engine.errors import RunError
 from engine.sharding import full_tensor
 from experience import Experience
 from policy import Policy
 from runs.checkpoint import (
-    load_optimizer_state, optimizer_state, read_state, resume_versions, versions, write_checkpoint,
-    write_policy,
+    load_optimizer_state, optimizer_state, read_state, versions, write_checkpoint, write_policy,
 )
 from runs.console import RunConsole
-from runs.errors import RAISED_BY_ALL, StopOnSignal
+from runs.errors import RAISED_BY_ALL, stop_on_signal
 from runs.folder import RunFolder
 from runs.phases import Phase, first_reference, is_due, train_in_phase
 from runs.results import evaluate_and_log, print_summary, write_curves_and_report, write_step
@@ -64,7 +61,6 @@ class Progress:
 
     @property
     def mean_reward(self) -> float:
-        """Return the mean reward of all completions of the steps so far."""
         return self.reward_sum / max(1, self.reward_count)
 
 
@@ -96,12 +92,10 @@ class Run:
 
     @property
     def console(self) -> RunConsole:
-        """Return the console of the run."""
         return self.folder.console
 
     @property
     def phase(self) -> Phase:
-        """Return the current phase."""
         return self.phases[self.progress.phase]
 
     @property
@@ -131,12 +125,12 @@ class Run:
     # ---- from the beginning to the end ---------------------------------------------------------------------
 
     @contextmanager
-    def started(self) -> Iterator[StopOnSignal]:
-        """Open the run folder; the context tells whether the user has asked to stop. Call on all ranks."""
+    def started(self) -> Iterator[Callable[[], bool]]:
+        """Open the run folder; the context tells if the user has asked to stop. Call both on all ranks."""
         self.folder.open(self.progress.step, self.saved_state.get("file_sizes", {}))
-        with StopOnSignal(self.folder.ranks) as stop, self.folder:
+        with stop_on_signal(self.folder.ranks) as stop_requested, closing(self.folder):
             try:
-                yield stop
+                yield stop_requested
             finally:
                 write_curves_and_report(self.folder)
 
@@ -153,10 +147,7 @@ class Run:
         print_summary(self.folder)
 
     def begin_phase(self) -> None:
-        """Create the objects of the phase: optimiser, schedule, value head, data order, reference.
-
-        A run that is resumed within the phase restores them from saved_state.
-        """
+        """Create optimiser, schedule, value head, data order and reference; restore them from saved_state."""
         phase, training, config = self.phase, self.config.training, self.config.grpo
         seed = training.seed + self.progress.phase
         self.batches = Batches(self.train_set, training.batch_size, seed, self.config.data.shuffle)
@@ -210,10 +201,7 @@ class Run:
                 evaluate_and_log(self)
 
     def log_step(self, metrics: dict, experience: Experience, on_step: Callable | None = None) -> None:
-        """Write and print the metrics of a step, and call on_step(run, metrics, experience).
-
-        After MOST_SKIPPED skipped steps raise RunError.
-        """
+        """Write and print a step's metrics, call on_step. Raises RunError if MOST_SKIPPED were skipped."""
         with self.saved_on_error():                       # the step is complete: it is not repeated
             write_step(self, metrics, experience)
             if on_step:
@@ -224,9 +212,9 @@ class Run:
                 f"{MOST_SKIPPED} steps in a row had a loss or gradient that is not finite. The weights "
                 f"before them are in {checkpoint}, the batches in skipped.jsonl; lower --learning_rate")
 
-    def change_setting(self, name: str, value: int, half: int, error: str) -> None:
+    def change_setting(self, name: str, half: int, line: str) -> None:
         """Keep a setting that was halved when memory ran out, for the run and its config.json."""
-        self.console.print(f"{error}: --{name} {value} -> {half}, and once more")
+        self.console.print(line)
         part = "grpo" if name == "generation_batch_size" else "training"
         if part == "training":
             for policy in filter(None, (self.policy, self.reference)):           # as in a resumed run
@@ -279,5 +267,8 @@ class Run:
         self.saved_at = self.progress.step
         if state.get("scaler") and hasattr(self.policy, "scaler"):               # else float32 now
             self.policy.scaler.load_state_dict(state["scaler"])
-        resume_versions(state["versions"], self.policy, self.console.print)
+        begun, notify = state["versions"], self.console.print
+        limit_threads(begun["threads"], "the number that the run began with", notify)
+        if (now := versions(self.policy)) != begun:
+            notify(f"  note   resumed with {now}, begun with {begun}: equal up to rounding, not bit for bit")
         self.saved_state = state

@@ -22,9 +22,8 @@ from engine.errors import RunError
 from engine.device_policy import DevicePolicy, runs_in_core
 from engine.models import (
     check_context_length, load_any_policy, load_any_tokenizer, move, moved_to, recompute_activations,
-    save_any_policy,
+    resolve_precision, save_any_policy,
 )
-from engine.precision import resolve_precision
 from engine.sharding import shard
 from model import load_policy
 from policy import Policy
@@ -88,28 +87,25 @@ def validate_grpo_setup(
     names = config.grpo.reward_functions if reward_functions is None else reward_functions
     require_columns(load_reward_functions(names), dataset, config.data.dataset)
     if environment := environment or config.grpo.environment:
-        from environments.loading import load_environment, refuse_missing_columns  # here: with one alone
+        from environments.instances import load_environment, refuse_missing_columns  # here: with one alone
 
         refuse_missing_columns(config.grpo.environment, load_environment(environment), dataset)
 
 
 def start_up_check(
-    model, tokenizer, examples: list[dict], config: Config, make_policy: Callable | None, teacher,
+    model, tokenizer, examples: list[dict], config: Config, make_policy: Callable | None, reference,
     longest_prompt: int, notify: Callable,
 ) -> Policy:
-    """Return the policy of a run. Raises ValueError if it would sample or forward wrongly.
-
-    make_policy, teacher  engine and reference of set_up
-    """
+    """Return the policy of a run. Raises ValueError if it would sample or forward wrongly."""
     max_tokens, grpo = config.training.max_tokens_per_forward, config.grpo
     prompts = [example["prompt"] for example in examples[:2]]
     plain = DevicePolicy(model, tokenizer, max_tokens=max_tokens)
     with plain.sampling():
         policy, note = choose_engine(plain, prompts, grpo, longest_prompt)
         rollout = refuse_wrong_sampler(policy, prompts, grpo.generation_max_length)
-        if teacher is not None:
-            rows = plain.like(teacher)
-            with moved_to(teacher, plain.device), rows.sampling():
+        if reference is not None:
+            rows = plain.like(reference)
+            with moved_to(reference, plain.device), rows.sampling():
                 refuse_wrong_head(rows, rollout, "teacher")
                 if policy.shares_prompts:
                     other, note = choose_engine(rows, prompts, grpo, longest_prompt)
@@ -173,8 +169,7 @@ def set_up(
     environment = environment or config.grpo.environment or None
     tools = None
     if environment:
-        from environments.instances import tools_of       # here: with an environment alone
-        from environments.loading import load_environment
+        from environments.instances import load_environment, tools_of  # here: with an environment alone
 
         environment = load_environment(environment)
         tools = tools_of(environment)
@@ -255,10 +250,7 @@ def refuse_other_settings(config: Config, num_examples: int) -> None:
 
 
 def write_base(config: ModelConfig, folder: RunFolder) -> ModelConfig:
-    """Write the built-in model to base/ of the run folder, where the files of an adapter find it.
-
-    returns  settings that load it from there
-    """
+    """Write the built-in model to base/ of the run folder, for an adapter. Return settings that load it."""
     folder.ranks.gather(folder.acquire_lock)
     policy, tokenizer = load_policy(replace(config, lora_rank=0, precision="float32"))
     path = folder.path.resolve() / "base"

@@ -10,7 +10,7 @@ from data import encode_prompt
 from engine import make_engine, saves_tokens
 from engine.errors import CannotShare
 from engine.device_policy import DevicePolicy
-from engine.precision import is_exact
+from engine.models import is_exact
 from engine.text_model import has_experts
 from policy import Policy
 from sample import Rollout, stop_token_ids

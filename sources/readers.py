@@ -1,6 +1,4 @@
-"""
-Readers of files, the Hugging Face hub, TensorFlow Datasets and Kaggle.
-"""
+"""Readers of files, the Hugging Face hub, TensorFlow Datasets and Kaggle."""
 
 import csv
 import json

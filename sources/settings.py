@@ -1,6 +1,4 @@
-"""
-Settings by name: from JSON files and from the run that is resumed.
-"""
+"""Settings by name: from JSON files and from the run that is resumed."""
 
 import os
 from pathlib import Path

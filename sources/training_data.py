@@ -1,6 +1,4 @@
-"""
-Training and held-out examples of a run, and prompts that are too long.
-"""
+"""Training and held-out examples of a run, and prompts that are too long."""
 
 import random
 from collections.abc import Callable, Sequence

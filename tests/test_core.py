@@ -31,7 +31,7 @@ def test_core_files_import_core_files_and_libraries_alone():
     found = {name: imports_of(name) - LIBRARIES for name in CORE}
     assert found == {
         "grpo": set(), "rewards": set(), "logprobs": set(), "data": {"guards"}, "guards": set(), "config": {"grpo"}, "sample": {"data", "logprobs"}, "model": {"rewards"},
-        "experience": {"grpo", "logprobs", "rewards", "sample"}, "policy": {"logprobs", "model", "sample"},
+        "experience": {"grpo", "logprobs", "rewards", "sample"}, "policy": {"logprobs", "sample"},
     }
     assert imports_of("data") | imports_of("guards") <= {*sys.stdlib_module_names, "guards"} and imports_of("grpo") <= {*sys.stdlib_module_names, "torch"}
 

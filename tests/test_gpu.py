@@ -24,9 +24,8 @@ import train
 from config import GRPOConfig
 from engine import make_engine, sampler
 from engine.devices import best_device
-from engine.models import save_any_policy
+from engine.models import save_any_policy, with_precision
 from logprobs import completion_log_probs
-from engine.precision import with_precision
 from runs.folder import read_jsonl
 
 ACCELERATOR = torch.accelerator.current_accelerator(check_available=True)

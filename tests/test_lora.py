@@ -11,9 +11,8 @@ import train
 from config import ModelConfig
 from engine import make_engine
 from engine.adapters import AdapterReference
-from engine.models import make_reference, load_any_policy, save_any_policy
+from engine.models import load_any_policy, make_reference, save_any_policy, with_precision
 from engine.text_model import has_adapter, trainable_parameters
-from engine.precision import with_precision
 from runs.folder import read_jsonl
 
 IDS = torch.tensor([[5, 9, 40, 41, 17, 200]])

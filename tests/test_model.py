@@ -18,8 +18,9 @@ from transformers import AutoModelForCausalLM
 from config import ModelConfig
 from engine import make_engine
 from engine.text_model import text_model
-from engine.models import make_reference, load_any_policy, move, moved_to, save_any_policy, recompute_activations
-from engine.precision import round_frozen_weights, with_precision
+from engine.models import (
+    load_any_policy, make_reference, move, moved_to, recompute_activations, round_frozen_weights, save_any_policy, with_precision,
+)
 
 
 def test_a_model_comes_back_from_disk_in_evaluation_mode_and_pads_with_eos_if_it_has_no_pad_token(model, tokenizer, tmp_path):

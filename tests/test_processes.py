@@ -126,7 +126,7 @@ def results() -> dict:
         name = f"{make.__name__}, {is_sharded=}"
         found[name] = [gathered.completion_ids, gathered.sampling_logp, gathered.levels]
         for rows in torch.arange(6), torch.tensor([3]):
-            assert len(policy.split(rollout, rows)) % 2 == 1
+            assert len(policy.split(rollout, rows, policy.max_tokens, policy.ranks.size)) % 2 == 1
             logp = policy.log_probs(rollout, rows, reference=reference).computed()
             losses = policy.forward_backward(
                 demonstrations_as_experience([], rollout).batch(rows), four_terms, reference=reference)

@@ -14,7 +14,7 @@ from torch.nn.utils import parameters_to_vector
 
 import train
 from engine import make_engine
-from engine.precision import with_precision
+from engine.models import with_precision
 from experience import Batch, minibatches
 from grpo import LOSSES, importance_weights, policy_loss, weighted_loss
 from policy import RatioError

@@ -12,7 +12,7 @@ import torch
 from project_files import ROOT
 
 from engine import devices
-from engine.precision import resolve_precision
+from engine.models import resolve_precision
 from engine.devices import Ranks, best_device
 from engine.errors import RunError, is_out_of_memory
 

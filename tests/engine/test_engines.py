@@ -14,7 +14,7 @@ from config import GRPOConfig
 from engine import device_policy, devices, make_engine, saves_tokens
 from engine.device_policy import DevicePolicy
 from engine.errors import RunError
-from engine.precision import with_precision
+from engine.models import with_precision
 from engine.shared import Shared
 from environments.conversations import sample_with_environment
 from environments.tools import guess_letter
@@ -81,7 +81,8 @@ def test_when_memory_runs_out_passes_have_half_the_tokens_and_results_are_the_sa
     policy.max_tokens, passes[:] = 150, []
     assert policy.forward_backward(batch, supervised_loss) == pytest.approx(losses, rel=1e-5)
     assert (gradient(model) - once).norm() < 1e-5 * once.norm()
-    assert seen == [("max_tokens_per_forward", 150, 75, "out of memory")] * 2
+    line = "out of memory: --max_tokens_per_forward 150 -> 75, and once more"
+    assert seen == [("max_tokens_per_forward", 75, line)] * 2
     policy.max_tokens, passes[:] = 150, []
     with pytest.raises(MemoryError):                      # a repeat would lose the gradient of the first batch
         policy.forward_backward(batch, supervised_loss)

@@ -5,7 +5,7 @@ import torch
 from conftest import ARCHITECTURES, CURRENT_ARCHITECTURES, PROMPTS, made_up_rollout, shared_log_probs
 
 from config import GRPOConfig
-from engine.models import recompute_activations
+from engine.models import recompute_activations, with_precision
 from engine import attention_kernels, make_engine, prefix_attention
 from engine.errors import CannotShare
 from engine.attention_kernels import EfficientOnCUDA, FlashOnCUDA, Options, choose_kernel
@@ -212,8 +212,6 @@ def test_shared_prompts_have_the_values_and_gradients_of_plain_rows(name):
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
 def test_in_16_bits_sampler_and_trainer_round_alike(architecture, tokenizer, precision):
     """With kernels of their own they would differ by 0.01 nat on average."""
-    from engine.precision import with_precision
-
     engine = make_engine("shared", with_precision(architecture[1], precision), tokenizer)
     config = GRPOConfig(generation_max_length=12, generation_temperature=1.0, generation_top_k=0, generation_top_p=1.0)
     rollout = engine.sample(PROMPTS, config, seeds=0)

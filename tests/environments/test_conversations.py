@@ -19,7 +19,7 @@ from runs.groups import describe_conversations
 from environments.conversations import (
     MAX_MESSAGE_CHARACTERS, Conversation, sample_with_environment,
 )
-from environments.loading import load_environment
+from environments.instances import load_environment
 from environments.messages import encode_turns, encode_reply
 from grpo import policy_loss, token_weights
 from model import byte_tokenizer

@@ -7,7 +7,7 @@ import pytest
 from sources import load_examples
 from environments.conversations import Conversation
 from environments.tools import guess_letter
-from environments.loading import responders
+from environments.instances import responders
 from rewards import correctness
 from scripted_turns import run_scripted_turns
 

@@ -20,8 +20,7 @@ from engine import make_engine
 from engine.errors import RunError
 from engine.shared import Shared
 from environments.conversations import Conversations, sample_with_environment
-from environments.instances import close_all, tools_of
-from environments.loading import load_environment, refuse_missing_columns
+from environments.instances import close_all, load_environment, refuse_missing_columns, tools_of
 from environments.tools import run_call
 from reward_functions import environment
 from runs.groups import score

@@ -2,7 +2,7 @@
 
 import pytest
 
-from environments.loading import refuse_missing_columns, responders
+from environments.instances import refuse_missing_columns, responders
 
 
 def test_an_environment_gets_the_columns_it_asks_for():

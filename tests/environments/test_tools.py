@@ -3,7 +3,7 @@
 import pytest
 
 from environments import loading, tools
-from environments.loading import load_environment
+from environments.instances import load_environment
 from environments.tools import calculate, run_calls
 from reward_functions.sandbox import SandboxResult
 

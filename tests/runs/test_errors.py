@@ -29,7 +29,7 @@ from engine import devices
 from policy import Policy
 from runs.checkpoint import latest_checkpoint
 from runs.command_line import parse_config
-from runs.errors import StopOnSignal, exit_on_errors
+from runs.errors import exit_on_errors, stop_on_signal
 from runs.folder import read_jsonl
 from runs.setup import set_up
 
@@ -214,23 +214,23 @@ def test_an_ignored_signal_stays_ignored():
     """As under nohup, whose runs a closed terminal does not end."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with StopOnSignal(devices.Ranks()) as stop:
+        with stop_on_signal(devices.Ranks()) as stop_requested:
             signal.raise_signal(signal.SIGHUP)
-            assert not stop.requested()
+            assert not stop_requested()
             signal.raise_signal(signal.SIGTERM)
-            assert stop.requested()
+            assert stop_requested()
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
 
 
 def test_in_another_thread_signals_are_left_alone():
-    def stop_requested() -> bool:
-        with StopOnSignal(devices.Ranks()) as stop:
-            return stop.requested()
+    def requested() -> bool:
+        with stop_on_signal(devices.Ranks()) as stop_requested:
+            return stop_requested()
 
     with ThreadPoolExecutor() as pool:
-        assert not pool.submit(stop_requested).result()
+        assert not pool.submit(requested).result()
 
 
 @pytest.mark.slow
