@@ -2,7 +2,7 @@
 
 import pytest
 
-from environments import loading, tools
+from environments import instances, tools
 from environments.instances import load_environment
 from environments.tools import calculate, run_calls
 from reward_functions.sandbox import SandboxResult
@@ -89,7 +89,7 @@ def test_python_runs_in_the_sandbox_and_is_refused_where_nothing_can_be_containe
     results = {"": None, "print(6*7)": SandboxResult(ok=True, stdout="42\n", stderr="", reason=""),
                "1/0": SandboxResult(ok=False, stdout="", stderr="ZeroDivisionError", reason="exit code 1")}
     monkeypatch.setattr(tools, "run_python", results.__getitem__)
-    monkeypatch.setattr(loading, "run_python", results.__getitem__)
+    monkeypatch.setattr(instances, "run_python", results.__getitem__)
     respond = load_environment("python")
     ask = '<tool_call>{"name": "python", "arguments": {"code": "%s"}}</tool_call>'
     assert respond([{"role": "assistant", "content": ask % "print(6*7)"}])["content"] == "42"
@@ -98,7 +98,7 @@ def test_python_runs_in_the_sandbox_and_is_refused_where_nothing_can_be_containe
     def refuses(code):
         raise RuntimeError("programs cannot be isolated here")
 
-    monkeypatch.setattr(loading, "run_python", refuses)
+    monkeypatch.setattr(instances, "run_python", refuses)
     with pytest.raises(ValueError, match="--environment=python: programs cannot be isolated here; or use calculator"):
         load_environment("python")
 
