@@ -139,11 +139,11 @@ def sample_groups(run: Run, examples: list[dict]) -> Groups:
     """Sample and score a group for each example. --dynamic_sampling replaces those without signal."""
     groups = sample_once(run, examples, attempt=0)
     for attempt in range(1, run.config.grpo.dynamic_sampling + 1):               # arXiv:2503.14476 sec. 3.2
-        useless = groups.without_signal(run.config.grpo)  # (P,); after the last attempt they stay
-        if not useless.any():
+        no_signal = groups.without_signal(run.config.grpo)           # (P,); kept after the last attempt
+        if not no_signal.any():
             break
-        new_examples = run.batches.take(int(useless.sum()))
-        groups = groups.replace(useless, sample_once(run, new_examples, attempt))
+        new_examples = run.batches.take(int(no_signal.sum()))
+        groups = groups.replace(no_signal, sample_once(run, new_examples, attempt))
     return groups
 
 

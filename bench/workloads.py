@@ -80,7 +80,7 @@ WORKLOADS = {
 
 
 def lengths_of(workload: Workload, step: int, seed: int) -> list[int] | None:
-    """How long each completion of a step has to be, or None where nothing is prescribed."""
+    """Return how long each completion of a step has to be, or None where nothing is prescribed."""
     if not workload.mean_length:
         return None
     drawn = np.random.default_rng([seed, step]).geometric(1 / workload.mean_length, workload.prompts * workload.group_size)

@@ -119,7 +119,7 @@ def draw_groups() -> None:
 
 
 def draw_pack(rollout) -> None:
-    """What attends to what in a pass of one prompt and its three completions, without and with a window of 6 positions.
+    """Draw what attends to what in a pass of one prompt and its three completions, without and with a window of 6 positions.
 
     The two halves of the attention in two colours: to itself, and to the prompt.
     """

@@ -131,7 +131,7 @@ def sum_in_place(tensor: Tensor) -> None:
 
 
 class Ranks:
-    """How the work of a run is divided among its processes, seen from one of them.
+    """Divide the work of a run among its processes, seen from one of them.
 
     All of them call every method, in the same order. Those of one tensor-parallel group do the same work.
     """

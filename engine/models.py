@@ -4,7 +4,7 @@ with activations computed again. For float32 weights in one process model.py doe
 
 Parts of a model that text does not pass through are frozen. Layers compute in 16 bits under autocast, and
 frozen weights are stored in 16 bits; weights that are trained, embeddings, norms and the head are float32.
-Left out on purpose: quantised weights; training on images or sound.
+Not supported: quantised weights; training on images or sound.
 """
 
 import copy

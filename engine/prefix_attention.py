@@ -10,7 +10,7 @@ arXiv:2506.05433; Hydragen, arXiv:2402.05099).
 The function is registered with transformers' AttentionInterface. Models pass the keyword argument
 `token_layout` on to it from their forward pass. No mask function of the same name is registered, so
 transformers makes no mask.
-Left out on purpose: dropout; layers that carry state from token to token (they need plain rows).
+Not supported: dropout; layers that carry state from token to token (they need plain rows).
 Shapes: L tokens of a pass, K key heads, R query heads for each, H = K * R, D head size; a block has b rows of
 n queries and m keys. Of a new token: R rows, r query heads for each key head, P prompts of Tp tokens.
 """

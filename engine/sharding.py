@@ -1,7 +1,7 @@
 """
 Sharding weights over processes or XLA devices: loading, FSDP2, tensor parallelism, gathering, clipping.
 
-Left out on purpose: pipeline parallelism.
+Not supported: pipeline parallelism.
 """
 
 import logging

@@ -50,5 +50,5 @@ def linear_layers(model: PreTrainedModel) -> list[str]:
 
 
 def has_experts(model: PreTrainedModel) -> bool:
-    """Return whether layers send each token to a few of many experts, as transformers names them."""
+    """Return True if layers send each token to a few of many experts, as transformers names them."""
     return any("Experts" in type(module).__name__ for module in model.modules())

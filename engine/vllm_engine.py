@@ -8,7 +8,7 @@ the first ratios of a step, which end the run (Policy.require_ratios_of_1).
 
 Written against vLLM 0.32. Tested on a CPU in float32 with dense models (docs/scale.md); sleeping, which frees
 a GPU's memory while the policy is updated, is not, as it needs a GPU.
-Left out on purpose: engines in other processes.
+Not supported: engines in other processes.
 """
 
 import copy

@@ -4,7 +4,7 @@ every conversation gets an instance of its own.
 
 The contract is that of TRL's environment_factory, see docs/conversations.md. Instances are called one after
 the other in the main thread, since sqlite3 and browsers belong to the thread that opened them, and each call
-has a time limit. In reset `random` is seeded equally for the completions of a prompt. Left out on purpose:
+has a time limit. In reset `random` is seeded equally for the completions of a prompt. Not supported:
 calls that run concurrently, using instances again, images, a dict of several classes.
 """
 

@@ -115,8 +115,8 @@ for given, truth in {pairs!r}:
 
 
 def compare_in_sandbox(latex: dict[tuple[str, str], tuple]) -> dict[tuple[str, str], bool]:
-    """Return whether the two expressions of each pair are equal. Several are compared in one process: a pair
-    that ends it is unequal, and the rest follow in a new process. latex: both expressions of each pair.
+    """Compare pairs of expressions in one process: a pair that ends it is unequal, and the rest follow in a
+    new one. latex: both expressions of each pair. Returns True for those that are equal.
     """
     check_sandbox()
 

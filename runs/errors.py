@@ -1,4 +1,4 @@
-"""What a run does when it is interrupted, and when it cannot continue."""
+"""Ends of a run: by a signal after the current step, or with one line when it cannot continue."""
 
 import os
 import signal
