@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from config import Config, ModelConfig, reject, validate_functions
+from config import Config, ModelConfig, TrainingConfig, reject, validate_functions
 from engine.devices import (
     all_gather_object, best_device, keep_freed_memory, leave_busy_cores, num_processes, seed_generators,
 )
@@ -203,12 +203,7 @@ def set_up(
     torch.manual_seed(training.seed)                      # of weights that are in no file
     if config.model.lora_rank and not model_config.model_path and not training.check:
         model_config = write_base(model_config, folder)
-    model, _ = load_any_policy(model_config)
-    move(model, device)
-    if training.gradient_checkpointing:
-        recompute_activations(model)
-    shard(model, mesh)
-    keep_freed_memory()                                   # after loading, which frees whole weights
+    model = load_trained_model(model_config, training, device, mesh)
     longest = max(longest_prompt, longest_held_out)
     check_context_length(model, longest, config.grpo.generation_max_length)
     if inspect.isclass(environment):                      # its reset may add text to a prompt
@@ -247,6 +242,19 @@ def refuse_other_settings(config: Config, num_examples: int) -> None:
                 raise RunError(
                     f"{name} is {first[name]!s:.60} on rank 0 and {value!s:.60} on rank {rank}: start all "
                     "ranks with the same command, files and versions.")
+
+
+def load_trained_model(
+    model_config: ModelConfig, training: TrainingConfig, device: torch.device, mesh: dict[str, int]
+) -> torch.nn.Module:
+    """Load the model that is trained, and shard it over the device mesh."""
+    model, _ = load_any_policy(model_config)
+    move(model, device)
+    if training.gradient_checkpointing:
+        recompute_activations(model)
+    shard(model, mesh)
+    keep_freed_memory()                                   # after loading, which frees whole weights
+    return model
 
 
 def write_base(config: ModelConfig, folder: RunFolder) -> ModelConfig:
