@@ -29,7 +29,8 @@ def evaluate(policy, examples: list[dict], config, **options) -> dict:
     }
     metrics = {f"eval_{name}": value for name, value in metrics.items()}
     for name, estimate in estimates.items():
-        metrics |= zip(with_limits(f"eval_{name}"), list(estimate.values())[:3], strict=True)
+        values = estimate["mean"], estimate["low"], estimate["high"]
+        metrics |= zip(with_limits(f"eval_{name}"), values, strict=True)
     return metrics
 
 
