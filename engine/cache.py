@@ -1,40 +1,26 @@
 """
-The key-value cache of sampling. A prompt's keys and values are stored once for all of its completions. Each
-completion has a row for its own keys and values. A decoding step attends to the prompt, with one product over
-its keys for all siblings, and to the row's own columns, and merges both.
+The key-value cache of sampling: static rows [prompt | tokens of siblings]. The new tokens of a row's siblings
+attend to it together, each to the prompt and to its own tokens, by the model's own attention function.
 
-Column t of a row holds token t of its completion, so positions alone define the mask, and forwarding a row's
-last token again changes nothing. All shapes and addresses stay the same between two calls of compact.
-Shapes: P prompts of up to Tp tokens, R rows of C columns, one row for each active completion; K key heads, H
-query heads, D head size; S slots, the largest number of rows of a prompt.
+A long prompt has one row for many siblings, a short one a row for each: the columns of siblings, which do not
+see each other, are at most as many as those of the prompt. Prompts are right-aligned. Column W + t * S + s of
+a row holds token t of its sibling s, so positions alone define the mask, and forwarding a last token again
+changes nothing. All shapes and addresses stay the same between two calls of compact.
+Shapes: P rows of W columns for a prompt, and for S siblings with C tokens each; B = P * S completions; K key
+heads, H query heads, D head size.
 """
 
-from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from engine.attention_kernels import Options, additive_mask
 from engine.devices import bucket
-from engine.packing import make_layout, padded_indices
-from engine.prefix_attention import Siblings, attend_to_prompt_and_own, forward_packed
+from engine.packing import make_layout, padded_indices, ranges_of
+from engine.prefix_attention import additive_mask, attend_folded, attends_to, forward_packed
 
-COLUMNS_AT_ONCE = 32  # on a CPU a step attends to a multiple of this many columns, elsewhere to all of them
-
-
-@dataclass
-class StaticCacheLayer:
-    """Hold keys and values, two tensors, of one layer; layers that share keys have one between them."""
-
-    prompts: list[Tensor]       # (P, K, Tp, D), right-aligned; only the columns of a window
-    own: list[Tensor]           # (R, K, C, D)
-
-    def extend(self, other: "StaticCacheLayer") -> "StaticCacheLayer":
-        """Return a layer with the prompts of another one after its own."""
-        width = max(layer.prompts[0].shape[2] for layer in (self, other))
-        aligned = ([pad(x, (0, 0, width - x.shape[2], 0)) for x in layer.prompts] for layer in (self, other))
-        return StaticCacheLayer(list(map(torch.cat, zip(*aligned, strict=True))), self.own)
+COLUMNS_AT_ONCE = 32  # on a CPU a step attends to a multiple of this many tokens, elsewhere to all C
 
 
 class PrefixCache:
@@ -45,146 +31,139 @@ class PrefixCache:
 
     def __init__(self, model):
         self.model, self.device = model, next(model.parameters()).device
-        self.layers: list[StaticCacheLayer] = []
-        self.prompts: list[int] = []                      # numbers of the cached prompts; -1: padding
+        self.layers: list[list[Tensor]] = []              # [keys, values] of each layer, (P, W + C * S, K, D)
+        self.widest: list[int] = []                       # the most columns of a prompt that a layer needs
+        self.prompts: list[int] = []                      # number of each row's prompt; -1: padding
         self.lengths: list[int] = []                      # of these prompts
-        self.row_ids: list[int] = []                      # completion of each row
-        self.layer_of: dict[Tensor, StaticCacheLayer] = {}  # keys in this pass -> where they are cached
+        self.row_ids: list[int] = []                      # of completions, B
+        self.width, self.siblings, self.capacity = 0, 1, 0                       # W, S and C
 
     def add_prompts(self, numbers: list[int], prompts: list[list[int]]) -> Tensor:
         """Forward prompts, concatenated in one row, and cache them. Return the last hidden states (n, width).
 
         The next call has to be compact. n is rounded up where every shape is compiled.
         """
-        lengths, device = [len(prompt) for prompt in prompts], self.device
-        ranges, size = [(sum(lengths[:i]), length) for i, length in enumerate(lengths)], sum(lengths)
-        padding, padding_prompts = bucket(size, device) - size, bucket(len(prompts), device) - len(prompts)
-        tokens = torch.tensor([token for prompt in prompts for token in prompt] + [0] * padding)
-        positions = torch.cat([*map(torch.arange, lengths), torch.zeros(padding, dtype=torch.long)])
-        layout = make_layout(positions.numpy(), ranges, [], {}, device)
-        index, _ = padded_indices(ranges, device, left=True)
-        index = torch.from_numpy(index).to(device)                               # (n, Tp), right-aligned
-        self.layer_of = {}
+        ranges, device = ranges_of([len(prompt) for prompt in prompts]), self.device
+        positions = chain.from_iterable(range(length) for _, length in ranges)
+        tokens = torch.tensor([list(chain.from_iterable(prompts)), list(positions)])             # (2, L)
+        size = tokens.shape[1]
+        inputs = pad(tokens, (0, bucket(size, device) - size))[:, None].to(device)               # (2, 1, L)
+        layout, new = make_layout(ranges, [], device), {}
+        added = bucket(len(ranges), device) - len(ranges)
+        ranges += ranges[-1:] * added
+        index = padded_indices(ranges, device, left=True)[0].to(device)          # (n, W), right-aligned
+        self.widest = []
 
         def store(source, keys, values, window):          # (1, K, L, D)
-            if source not in self.layer_of:               # layers may share keys
-                columns = index[:, max(0, index.shape[1] - max(1, window - 1)) :] if window else index
-                pair = [x[0][:, columns].transpose(0, 1).contiguous() for x in (keys, values)]
-                # A row for compact to copy; its only column is the first to be overwritten.
-                self.layer_of[source] = StaticCacheLayer(pair, [x[:1, :, :1] for x in pair])
+            if source not in new:                         # layers may share keys
+                self.widest.append(max(1, window - 1) if window else 2**30)
+                new[source] = [x[0].transpose(0, 1)[index[:, -self.widest[-1] :]] for x in (keys, values)]
 
         layout.store = store
-        hidden = forward_packed(self.model, tokens[None].to(device), positions[None].to(device), layout)[0]
-        new = list(self.layer_of.values())
-        if self.layers:
-            new = [layer.extend(other) for layer, other in zip(self.layers, new, strict=True)]
-        self.layers = new
-        self.prompts += numbers + [-1] * padding_prompts
-        self.lengths += lengths + [1] * padding_prompts
+        hidden = forward_packed(self.model, *inputs, layout)[0]
+        before, self.width = self.width, max(self.width, index.shape[1])
+        columns = self.capacity * self.siblings
+        for number, (pair, widest) in enumerate(zip(new.values(), self.widest, strict=True)):
+            pair[:] = [pad(x, change(index.shape[1], self.width, widest, columns)) for x in pair]
+            if self.layers:
+                old = (pad(x, change(before, self.width, widest)) for x in self.layers[number])
+                pair[:] = map(torch.cat, zip(old, pair, strict=True))
+        self.layers, self.prompts = list(new.values()), self.prompts + numbers + [-1] * added
+        self.lengths += [length for _, length in ranges]
         return hidden[index[:, -1]]
 
     def compact(self, row_ids: list[int], prompt_of: list[int], dummy_row: int, capacity: int) -> Tensor:
-        """Keep the completions `row_ids` of the prompts `prompt_of`, with room for `capacity` tokens each.
+        """Keep the completions `row_ids` of the prompts `prompt_of`, with space for `capacity` tokens each.
 
         dummy_row  row id of padding
-        returns    (R,) row ids, padded
+        returns    (B,) row ids, siblings adjacent, padded
         """
-        numbers, device = list(dict.fromkeys(prompt_of)), self.device
-        padding_prompts = bucket(len(numbers), device) - len(numbers)
-        padding = bucket(len(row_ids), device) - len(row_ids)
-        members = [[row for row, p in enumerate(prompt_of) if p == number] for number in numbers]
-        num_slots = bucket(max(map(len, members)), device)
-        table = members + [[]] * padding_prompts
-        table = torch.tensor([rows + [0] * (num_slots - len(rows)) for rows in table])           # (P, S)
-        slots = torch.zeros(len(row_ids) + padding, dtype=torch.long)
-        for i, rows in enumerate(members):
-            slots[rows] = i * num_slots + torch.arange(len(rows))
-        self.siblings = Siblings(table.to(device), slots.to(device))
-
-        source = [self.prompts.index(number) for number in numbers] + [0] * padding_prompts
-        # Where every shape is compiled, one program serves all selections of prompts.
-        unchanged = source == list(range(len(self.prompts))) and device.type != "xla"
-        self.prompts, self.lengths = numbers + [-1] * padding_prompts, [self.lengths[i] for i in source]
-        old_row = {row_id: row for row, row_id in enumerate(self.row_ids)}
-        rows = torch.tensor([old_row.get(row_id, 0) for row_id in row_ids] + [0] * padding).to(device)
-        self.row_ids, self.capacity = row_ids, bucket(capacity, device)
-        self.shortest, self.longest = min(self.lengths), max(self.lengths)
-        source, width = torch.tensor(source).to(device), bucket(self.longest, device)
-        for layer in self.layers:
-            if not unchanged:                             # at most `width` columns, the last ones
-                columns = (x[:, :, max(0, x.shape[2] - width) :] for x in layer.prompts)
-                layer.prompts = [x[source].contiguous() for x in columns]
-            kept = (x[:, :, : self.capacity].index_select(0, rows) for x in layer.own)
-            layer.own = [pad(x, (0, 0, 0, self.capacity - x.shape[2])) for x in kept]
-
-        self.prompt_length = torch.tensor(self.lengths).repeat_interleave(num_slots)[slots].to(device)  # (R,)
-        self.column = torch.arange(max(width, self.capacity)).to(device)
-        self.rows = torch.arange(len(slots)).to(device)
-        return torch.tensor(row_ids + [dummy_row] * padding).to(device)
+        device = self.device
+        length_of = dict(zip(self.prompts, self.lengths, strict=True))
+        together = max(1, max(map(length_of.get, prompt_of)) // capacity)        # siblings in a row, at most
+        numbers, members = [], []                         # of each row: its prompt, its siblings
+        for number in dict.fromkeys(prompt_of):
+            siblings = [row for row, p in zip(row_ids, prompt_of, strict=True) if p == number]
+            for first in range(0, len(siblings), together):
+                numbers.append(number)
+                members.append(siblings[first : first + together])
+        padding = bucket(len(numbers), device) - len(numbers)
+        siblings, capacity = bucket(max(map(len, members)), device), bucket(capacity, device)
+        source = [self.prompts.index(number) for number in numbers] + [0] * padding
+        old_row = {row: i for i, row in enumerate(self.row_ids)}
+        self.prompts, self.lengths = numbers + [-1] * padding, [self.lengths[i] for i in source]
+        self.row_ids = [
+            row for each in members + [[]] * padding for row in each + [dummy_row] * (siblings - len(each))]
+        old_rows = torch.tensor([old_row.get(row, 0) for row in self.row_ids]).to(device)
+        width, source = bucket(max(self.lengths), device), torch.tensor(source).to(device)
+        for pair, widest in zip(self.layers, self.widest, strict=True):
+            for i, x in enumerate(pair):
+                first = min(self.width, widest)
+                prompt = pad(x[:, :first].index_select(0, source), change(self.width, width, widest))
+                own = x[:, first:].unflatten(1, (self.capacity, self.siblings)).transpose(1, 2).flatten(0, 1)
+                own = pad(own.index_select(0, old_rows), change(0, 0, 0, capacity - self.capacity))
+                own = own.unflatten(0, (-1, siblings)).transpose(1, 2).flatten(1, 2)
+                pair[i] = torch.cat([prompt, own], dim=1)
+        self.width, self.siblings, self.capacity = width, siblings, capacity
+        self.row = torch.arange(len(self.row_ids)).to(device)
+        self.column = torch.arange(-width, capacity * siblings).to(device)       # 0: the first of siblings
+        self.prompt_length = torch.tensor(self.lengths).repeat_interleave(siblings).to(device)   # (B,)
+        return torch.tensor(self.row_ids).to(device)
 
     def forward(self, ids: Tensor, count: Tensor, longest: int) -> Tensor:
-        """Forward the last token of each row and return hidden states (R, width).
+        """Forward the last token of each completion and return hidden states (B, width).
 
-        ids (R,); count (R,) tokens of each completion so far, at most `longest`
+        ids (B,); count (B,) tokens of each completion so far, at most `longest`
         """
         rounded = -(-longest // COLUMNS_AT_ONCE) * COLUMNS_AT_ONCE
-        self.columns = min(self.capacity, rounded) if ids.device.type == "cpu" else self.capacity
-        self.count, self.of_step, self.layer_of = count, {}, {}
-        positions = self.prompt_length + count - 1
+        self.attended = min(self.capacity, rounded) if ids.device.type == "cpu" else self.capacity
+        self.last, self.layer_of, self.of_step = count - 1, {}, {}
+        positions = self.prompt_length + self.last
         return self.model.base_model(
             input_ids=ids[:, None], position_ids=positions[:, None], token_layout=self, use_cache=False
         ).last_hidden_state[:, 0]
 
-    def once_a_step(self, function, *args):
+    def attend(self, function, query, key, value, *, module, source, window, folds, is_sdpa) -> Tensor:
+        """Cache new keys and values; attend: query (B, H, 1, D), key, value (B, K, 1, D) -> (B, 1, H, D)."""
+        if source not in self.layer_of:                   # layers may share keys
+            pair, widest = self.layers[len(self.layer_of)], self.widest[len(self.layer_of)]
+            width = min(self.width, widest)
+            place = self.once_a_step(self.write_positions, width)
+            for cached, new in zip(pair, (key, value), strict=True):
+                cached.flatten(0, 1).index_copy_(0, place, new[:, :, 0])
+            columns = width + self.attended * self.siblings
+            self.layer_of[source] = [x[:, :columns].transpose(1, 2) for x in pair]
+        keys, values = self.layer_of[source]              # (P, K, columns, D)
+        mask = self.once_a_step(self.mask, window, keys.shape[2], query.dtype, folds)
+        query = query[:, :, 0].unflatten(0, (-1, self.siblings)).transpose(1, 2)          # (P, H, S, D)
+        output = attend_folded(function, module, query, keys, values, mask, folds)        # (P, S, H, D)
+        return output.flatten(0, 1)[:, None]
+
+    def once_a_step(self, function, *args) -> Tensor:
         """Return function(*args), computed once for all layers that need it."""
         key = function.__name__, *args
         if key not in self.of_step:
             self.of_step[key] = function(*args)
         return self.of_step[key]
 
-    def write_positions(self, heads: int) -> Tensor:
-        """Return (R * K,): where the new keys belong among all of a layer, flattened."""
-        first = (self.rows[:, None] * heads + self.column[:heads]) * self.capacity               # (R, K)
-        return (first + self.count[:, None] - 1).flatten()
+    def write_positions(self, width: int) -> Tensor:
+        """Return (B,): where the new tokens belong among all columns of a layer, flattened."""
+        row, sibling = self.row // self.siblings, self.row % self.siblings
+        first = row * (width + self.capacity * self.siblings) + width
+        return first + self.last * self.siblings + sibling
 
-    def own_mask(self, heads: int, window: int | None, dtype) -> Tensor:
-        """Return the additive mask of each row's own columns, (R * K, 1, columns)."""
-        last, columns = self.count[:, None] - 1, self.column[: self.columns]     # last: of the new token
-        visible = columns <= last if window is None else (columns <= last) & (columns > last - window)
-        return additive_mask(visible.repeat_interleave(heads, dim=0)[:, None], dtype)
+    def mask(self, window: int | None, size: int, dtype, folds: int) -> Tensor:
+        """Return the additive mask of the last `size` columns attended to, (P, 1, folds * S, size)."""
+        end = self.width + self.attended * self.siblings
+        column, sibling = self.column[end - size : end], (self.row % self.siblings)[:, None]
+        position = torch.where(column < 0, column, column // self.siblings)      # 0: the first token
+        visible = attends_to(self.last[:, None], position, window)               # (B, size)
+        visible &= position >= -self.prompt_length[:, None]
+        visible &= (column < 0) | (column % self.siblings == sibling)
+        visible = visible.unflatten(0, (-1, self.siblings))[:, None]             # (P, 1, S, size)
+        return additive_mask(visible.repeat(1, 1, folds, 1), dtype)
 
-    def prompt_mask(self, heads: int, queries: int, width: int, window: int | None, dtype) -> Tensor | None:
-        """Return the additive mask of the last `width` columns of prompts; None if no key is masked.
 
-        returns  (P * K, S * queries, width): a row for each query of the siblings, as Siblings groups them
-        """
-        if not window and width <= self.shortest:
-            return None
-        columns = self.column[:width] - width             # column -1: the end of the prompt
-        visible = columns >= -self.prompt_length[:, None]
-        if window:
-            visible = visible & (columns > self.count[:, None] - 1 - window)
-        visible = visible.repeat_interleave(heads, dim=0)[:, None].expand(-1, queries, -1)
-        return additive_mask(self.siblings.group(visible, heads), dtype)
-
-    def attend(self, module, query, key, value, *, source, window, softcap, scaling, sinks) -> Tensor:
-        """Cache new keys and values; attend: query (R, H, 1, D), key, value (R, K, 1, D) -> (R, 1, H, D)."""
-        heads = key.shape[1]
-        if source not in self.layer_of:                   # layers may share keys
-            layer = self.layer_of[source] = self.layers[len(self.layer_of)]
-            positions = self.once_a_step(self.write_positions, heads)
-            for cached, new in zip(layer.own, (key, value), strict=True):
-                size = new.shape[-1]
-                cached.view(-1, size).index_copy_(0, positions, new.reshape(-1, size))
-        layer = self.layer_of[source]
-        own = (x[:, :, : self.columns].flatten(0, 1) for x in layer.own)
-        prompts = (x.flatten(0, 1) for x in layer.prompts)
-        query = query.unflatten(1, (heads, -1))[:, :, :, 0].flatten(0, 1)        # (R * K, H / K, D)
-        window = window if window is not None and window < self.longest + self.capacity else None
-        width, dtype = layer.prompts[0].shape[2], query.dtype
-        masks = (
-            self.once_a_step(self.prompt_mask, heads, query.shape[1], width, window, dtype),
-            self.once_a_step(self.own_mask, heads, window, dtype))
-        options = Options(None, softcap, scaling)
-        output = attend_to_prompt_and_own(query, *own, *prompts, *masks, sinks, self.siblings, options)
-        return output.unflatten(0, (-1, heads)).flatten(1, 2)[:, None]
+def change(old: int, new: int, widest: int, more: int = 0) -> tuple[int, ...]:
+    """Return the padding of a layer (P, columns, K, D) for another width of prompts and more columns."""
+    return 0, 0, 0, 0, min(new, widest) - min(old, widest), more

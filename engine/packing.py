@@ -1,26 +1,25 @@
 """
 Packing the rows of a rollout into forward passes: which rows share a pass, and where their tokens are in it.
 
-A pass is one row of L tokens: a prompt, its completions, the next prompt, and so on; its layout defines which
-token attends to which (prefix_attention.py).
+A pass is one row of L tokens, prompts and then completions; its layout defines which token attends to
+which (prefix_attention.py).
 Shapes: B rows of T completion tokens, P prompts of up to Tp tokens, L tokens of a pass.
 """
 
-from collections import defaultdict
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from engine.devices import bucket
-from engine.prefix_attention import PADDED_KEY, PADDED_QUERY, Block, TokenLayout
+from engine.devices import bucket, copy_together
+from engine.prefix_attention import Block, TokenLayout
 from logprobs import completion_lengths
 
 CPU = torch.device("cpu")
 SHORTEST_IN_BLOCK = 0.75        # of the longest row of a block: padding costs less than another block
-SHORTEST_ON_XLA = 16            # columns of a block, where each size is compiled
 Range = tuple[int, int]         # first token and number of tokens
 
 
@@ -29,109 +28,80 @@ class PackedBatch(NamedTuple):
 
     ids: Tensor
     positions: Tensor           # 0, 1, ... over a prompt, continued in each of its completions
-    layout: TokenLayout
+    layout: TokenLayout         # on the device
     predictor: Tensor  # (rows, T): index of the token, among all flattened ones, that predicts this token
 
 
 def pack_groups(rollout, rows: Tensor, device: torch.device = CPU) -> PackedBatch:
-    """Arrange some rows of a rollout in one pass: siblings after one copy of their prompt.
+    """Pack some rows of a rollout into one pass: one copy of each prompt, then the completions.
 
     Sizes are rounded up for devices that compile every shape.
     """
-    group_size = len(rollout.completion_ids) // len(rollout.prompt_ids)
-    lengths = completion_lengths(rollout.completion_mask).tolist()
-    groups: dict[int, list[int]] = defaultdict(list)      # prompt -> indices of its completions in `rows`
-    for index, row in enumerate(rows.tolist()):
-        groups[row // group_size].append(index)
+    lengths = completion_lengths(rollout.completion_mask)[rows].tolist()
+    prompt_of = (rows // (len(rollout.completion_ids) // len(rollout.prompt_ids))).tolist()
+    prompts = {p: rollout.prompt_ids[p][rollout.prompt_mask[p]] for p in prompt_of}
+    completions = [rollout.completion_ids[row, :n] for row, n in zip(rows, lengths, strict=True)]
+    pieces = [*prompts.values(), *completions]
+    ranges = ranges_of([len(piece) for piece in pieces])
+    range_of = dict(zip(prompts, ranges, strict=False))
+    pairs = list(zip((range_of[p] for p in prompt_of), ranges[len(prompts) :], strict=True))
+    positions = [torch.arange(n) for _, n in range_of.values()]
     predictor = torch.zeros(len(rows), rollout.completion_ids.shape[1], dtype=torch.long)
-    prompts: list[Range] = []                             # with the completion if there is only one
-    completions: list[Range] = []                         # of prompts with several
-    prefix_of: dict[Range, Range] = {}                    # all completions of a prompt -> the prompt
-    pieces, end = [], 0                                   # (ids, positions) of prompts and completions
-    for prompt, members in groups.items():
-        ids = rollout.prompt_ids[prompt][rollout.prompt_mask[prompt]]
-        start, prompt_length, prompt_end = end, len(ids), end + len(ids)
-        pieces.append((ids, torch.arange(prompt_length)))
-        end = prompt_end
-        for index in members:
-            row, length = int(rows[index]), lengths[int(rows[index])]
-            # A token is predicted by the one before it, the first one by the last token of the prompt.
-            predictor[index, :length] = torch.arange(end - 1, end - 1 + length)
-            predictor[index, 0] = prompt_end - 1
-            pieces.append((rollout.completion_ids[row, :length], prompt_length + torch.arange(length)))
-            completions.append((end, length))
-            end += length
-        if len(members) > 1:
-            prompts.append((start, prompt_length))
-            prefix_of[prompt_end, end - prompt_end] = prompts[-1]
-        else:
-            completions.pop()
-            prompts.append((start, end - start))
+    for index, ((first, m), (start, n)) in enumerate(pairs):
+        positions.append(m + torch.arange(n))
+        # A token is predicted by the one before it, the first one by the last token of the prompt.
+        predictor[index, :n] = torch.arange(start - 1, start - 1 + n)
+        predictor[index, 0] = first + m - 1
+    end = sum(ranges[-1])
     padding = (0, bucket(end, device) - end)
-    ids, positions = (pad(torch.cat(x), padding) for x in zip(*pieces, strict=True))
-    layout = make_layout(positions.numpy(), prompts, completions, prefix_of, device)
-    return PackedBatch(ids[None], positions[None], layout, predictor)
+    ids, positions = (pad(torch.cat(x), padding)[None] for x in (pieces, positions))
+    return PackedBatch(ids, positions, make_layout(list(range_of.values()), pairs, device), predictor)
 
 
-def make_layout(
-    positions: np.ndarray, prompts: list[Range], completions: list[Range], prefix_of: dict[Range, Range],
-    device: torch.device = CPU,
-) -> TokenLayout:
-    """Build the layout of a pass: prompts and completions attend to themselves, completions also to a prompt.
+def ranges_of(sizes: list[int]) -> list[Range]:
+    """Return the ranges of pieces that follow each other."""
+    return [(end - size, size) for end, size in zip(accumulate(sizes), sizes, strict=True)]
+
+
+def make_layout(prompts: list[Range], completions: list[tuple[Range, Range]], device=CPU) -> TokenLayout:
+    """Build the layout of a pass: prompts attend to themselves, completions (prompt, own) to both.
 
     Rows of similar length share a block. On XLA there is one of prompts and one of completions.
     """
-    own_rows: list[list[Range]] = []                      # of each block
-    prefix_rows: list[list[tuple[Range, Range]]] = []     # of each block: queries, keys
-    width = 0
-    if device.type == "xla":
-        own_rows = [ranges for ranges in (prompts, completions) if ranges]
-        prefix_rows = [list(prefix_of.items())] if prefix_of else []
-        # As wide as its widest possible group, so that few shapes of this block serve all passes.
-        sizes = [sum(start <= first < start + n for first, _ in completions) for start, n in prefix_of]
-        longest = max((SHORTEST_ON_XLA, *(n for _, n in completions)))
-        width = bucket(max(sizes, default=1), device) * bucket(longest, device)
-    else:
-        by_shape = defaultdict(list)
-        for row in sorted(prompts + completions, key=lambda row: -row[1]):
-            if not own_rows or row[1] < SHORTEST_IN_BLOCK * own_rows[-1][0][1]:
-                own_rows.append([])
-            own_rows[-1].append(row)
-        for queries, keys in prefix_of.items():
-            by_shape[queries[1], keys[1]].append((queries, keys))
-        prefix_rows = list(by_shape.values())
-    own = [make_block(queries, None, positions, device) for queries in own_rows]
-    prefix = [make_block(*zip(*pairs, strict=True), positions, device, width) for pairs in prefix_rows]
-    return TokenLayout(own, prefix, len(positions))
+    blocks: list[list[tuple[Range, Range]]] = []
+    for rows in [((0, 0), prompt) for prompt in prompts], completions:
+        longest = 0                                       # of a block
+        for row in sorted(rows, key=lambda row: -row[1][1]):
+            length = row[1][1]
+            if not longest or (length < SHORTEST_IN_BLOCK * longest and device.type != "xla"):
+                blocks.append([])
+                longest = length
+            blocks[-1].append(row)
+    size = max(sum(own) for block in blocks for _, own in block)
+    tensors, slots, held = [], torch.zeros(bucket(size, device), dtype=torch.long), 0
+    for block in blocks:
+        block += block[-1:] * (bucket(len(block), device) - len(block))
+        before, own = zip(*block, strict=True)
+        tokens, valid = padded_indices(own, device)
+        prefix, in_prompt = padded_indices(before, device, left=True)
+        slots[tokens[valid]] = held + valid.flatten().nonzero()[:, 0]
+        held += tokens.numel()
+        padding = (~in_prompt).sum(dim=1)[:, None, None, None]
+        tensors += [tokens, prefix, padding if padding.any() else padding[:1]]
+    *tensors, slots = copy_together([*tensors, slots], device)
+    return TokenLayout([Block(*tensors[i : i + 3]) for i in range(0, len(tensors), 3)], slots)
 
 
-def make_block(
-    queries: list[Range], keys: list[Range] | None, positions: np.ndarray, device: torch.device,
-    min_width: int = 0,
-) -> Block:
-    """Build a block in which row i of queries attends to row i of keys; causally to itself if keys is None.
-
-    Queries are right-padded to at least min_width, keys left-padded.
-    """
-    causal = keys is None
-    query_index, query_valid = padded_indices(queries, device, min_width)
-    key_index, key_valid = (query_index, query_valid) if causal else padded_indices(keys, device, left=True)
-    query_positions = np.where(query_valid, positions[query_index], PADDED_QUERY)
-    key_positions = np.where(key_valid, positions[key_index], PADDED_KEY)
-    distance = query_index.shape[1] - 1 if causal else query_positions.max() - key_positions.min()
-    return Block(
-        *map(torch.from_numpy, (query_index, key_index, query_positions, key_positions)), causal=causal,
-        longest_distance=int(distance), padded_keys=not causal and not bool(key_valid.all()))
-
-
-def padded_indices(ranges: list[Range], device: torch.device, min_width: int = 0, left: bool = False):
+def padded_indices(
+    ranges: Sequence[Range], device: torch.device, left: bool = False
+) -> tuple[Tensor, Tensor]:
     """Return ranges as rows of indices (b, n), padded by repeating a token, and a mask, False on padding."""
-    padding = [(0, 0)] * (bucket(len(ranges), device) - len(ranges))
-    starts, lengths = np.array([*ranges, *padding]).T[:, :, None]
-    width = max(bucket(int(lengths.max()), device), min_width, SHORTEST_ON_XLA if device.type == "xla" else 0)
-    offset = np.arange(width) - (width - lengths if left else 0)
+    starts, lengths = torch.tensor(ranges).T[:, :, None]
+    width = int(lengths.max())
+    offset = torch.arange(bucket(width, device) if width else 0)
+    offset = offset - (len(offset) - lengths if left else 0)
     valid = (offset >= 0) & (offset < lengths)
-    return starts + np.clip(offset, 0, np.maximum(lengths - 1, 0)), valid
+    return starts + torch.minimum(offset.clamp(min=0), (lengths - 1).clamp(min=0)), valid
 
 
 def micro_batches_of_groups(rollout, rows: Tensor, max_tokens: int, min_batches: int = 1) -> list[Tensor]:

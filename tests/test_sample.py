@@ -255,7 +255,7 @@ def test_a_field_that_cannot_be_joined_or_selected_is_named(function, values, er
 def test_sampling_leaves_the_model_as_it_was(engine, model, settings):
     def look(*inputs):
         assert not model.training and not torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
-        assert model.config._attn_implementation == ("prefix_attention" if type(engine) is Shared else "sdpa")
+        assert model.config._attn_implementation == ("prefix_attention_by_sdpa" if type(engine) is Shared else "sdpa")
         raise KeyError
 
     for training in True, False:

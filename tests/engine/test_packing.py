@@ -1,20 +1,15 @@
 """Packing: blocks of similar rows, micro-batches within a budget. See also test_prefix_attention.py."""
 
-from collections import Counter
-
 import torch
 from conftest import made_up_rollout
 
 from engine.packing import micro_batches_of_groups, pack_groups
 
 
-def test_rows_of_like_length_share_a_block_and_a_group_of_one_is_a_plain_row():
+def test_rows_of_like_length_share_a_block():
     rollout = made_up_rollout([4, 4], [10, 10, 9, 2])
     layout = pack_groups(rollout, torch.arange(4)).layout
-    assert sorted(tuple(block.queries.shape) for block in layout.own) == [(1, 2), (2, 4), (3, 10)]
-    assert Counter(block.keys.shape[1] for block in layout.prefix) == {4: 2}
-    lone = pack_groups(rollout, torch.tensor([0, 2])).layout
-    assert not lone.prefix and [tuple(block.queries.shape) for block in lone.own] == [(2, 14)]
+    assert [(*block.tokens.shape, block.prompts.shape[1]) for block in layout.blocks] == [(2, 4, 0), (3, 10, 4), (1, 2, 4)]
 
 
 def test_a_batch_is_closed_when_one_more_row_would_exceed_the_budget():

@@ -53,7 +53,8 @@ def unshared(*args):
 
 def without_prompts(*args, real=shared_engine.pack_groups):
     batch = real(*args)
-    batch.layout.prefix.clear()                           # completions do not see their prompt
+    for number, block in enumerate(batch.layout.blocks):  # completions do not see their prompt
+        batch.layout.blocks[number] = block._replace(prompts=block.prompts[:, :0], padding=block.padding[:1] * 0)
     return batch
 
 
