@@ -22,7 +22,7 @@ from analysis import evaluation, report
 from config import GRPOConfig, ModelConfig
 from data import as_text, encode_prompt
 from engine.device_policy import DevicePolicy
-from engine.devices import best_device, leave_busy_cores
+from engine.devices import best_device, idle_cores
 from engine.models import check_context_length, load_any_policy, move, resolve_precision
 from environments.instances import load_environment, refuse_missing_columns, tools_of
 from experience import Groups
@@ -74,7 +74,6 @@ def sample_answers(
     """Sample --samples completions of each example with the model of --model_path, and score them."""
     if not args.model_path:
         print("no --model_path: this is the built-in model with random weights, untrained", file=sys.stderr)
-    leave_busy_cores(partial(print, file=sys.stderr))
     device = best_device(args.device)
     args.precision = resolve_precision(args.precision, device)                   # not auto, in --json too
     config = section_of(args, GRPOConfig)
@@ -87,6 +86,7 @@ def sample_answers(
     examples = [instructed(example, args.instruction) for example in examples]
     longest = max(len(encode_prompt(policy.tokenizer, example["prompt"])) for example in examples)
     check_context_length(policy.model, longest, config.generation_max_length)
+    idle_cores.choose_threads(partial(print, file=sys.stderr))
     return evaluation.sample_and_score_problems(
         policy, examples, config, seed=args.seed, num_completions=args.samples,
         reward_functions=functions, weights=config.weights, environment=environment)

@@ -32,7 +32,6 @@ class PrefixCache:
     def __init__(self, model):
         self.model, self.device = model, next(model.parameters()).device
         self.layers: list[list[Tensor]] = []              # [keys, values] of each layer, (P, W + C * S, K, D)
-        self.widest: list[int] = []                       # the most columns of a prompt that a layer needs
         self.prompts: list[int] = []                      # number of each row's prompt; -1: padding
         self.lengths: list[int] = []                      # of these prompts
         self.row_ids: list[int] = []                      # of completions, B
@@ -49,26 +48,24 @@ class PrefixCache:
         size = tokens.shape[1]
         inputs = pad(tokens, (0, bucket(size, device) - size))[:, None].to(device)               # (2, 1, L)
         layout, new = make_layout(ranges, [], device), {}
-        added = bucket(len(ranges), device) - len(ranges)
-        ranges += ranges[-1:] * added
+        padding = bucket(len(ranges), device) - len(ranges)
+        ranges += ranges[-1:] * padding
         index = padded_indices(ranges, device, left=True)[0].to(device)          # (n, W), right-aligned
-        self.widest = []
 
-        def store(source, keys, values, window):          # (1, K, L, D)
+        def store(source, keys, values):                  # (1, K, L, D)
             if source not in new:                         # layers may share keys
-                self.widest.append(max(1, window - 1) if window else 2**30)
-                new[source] = [x[0].transpose(0, 1)[index[:, -self.widest[-1] :]] for x in (keys, values)]
+                new[source] = [x[0].transpose(0, 1)[index] for x in (keys, values)]
 
         layout.store = store
         hidden = forward_packed(self.model, *inputs, layout)[0]
         before, self.width = self.width, max(self.width, index.shape[1])
-        columns = self.capacity * self.siblings
-        for number, (pair, widest) in enumerate(zip(new.values(), self.widest, strict=True)):
-            pair[:] = [pad(x, change(index.shape[1], self.width, widest, columns)) for x in pair]
+        layers, columns = list(new.values()), self.capacity * self.siblings
+        for number, pair in enumerate(layers):
+            pair[:] = [add_columns(x, self.width - index.shape[1], columns) for x in pair]
             if self.layers:
-                old = (pad(x, change(before, self.width, widest)) for x in self.layers[number])
+                old = [add_columns(x, self.width - before) for x in self.layers[number]]
                 pair[:] = map(torch.cat, zip(old, pair, strict=True))
-        self.layers, self.prompts = list(new.values()), self.prompts + numbers + [-1] * added
+        self.layers, self.prompts = layers, self.prompts + numbers + [-1] * padding
         self.lengths += [length for _, length in ranges]
         return hidden[index[:, -1]]
 
@@ -96,16 +93,16 @@ class PrefixCache:
             row for each in members + [[]] * padding for row in each + [dummy_row] * (siblings - len(each))]
         old_rows = torch.tensor([old_row.get(row, 0) for row in self.row_ids]).to(device)
         width, source = bucket(max(self.lengths), device), torch.tensor(source).to(device)
-        for pair, widest in zip(self.layers, self.widest, strict=True):
+        for pair in self.layers:
             for i, x in enumerate(pair):
-                first = min(self.width, widest)
-                prompt = pad(x[:, :first].index_select(0, source), change(self.width, width, widest))
-                own = x[:, first:].unflatten(1, (self.capacity, self.siblings)).transpose(1, 2).flatten(0, 1)
-                own = pad(own.index_select(0, old_rows), change(0, 0, 0, capacity - self.capacity))
+                prompt = add_columns(x[:, : self.width].index_select(0, source), width - self.width)
+                own = x[:, self.width :].unflatten(1, (-1, self.siblings)).transpose(1, 2).flatten(0, 1)
+                own = add_columns(own.index_select(0, old_rows), 0, capacity - self.capacity)
                 own = own.unflatten(0, (-1, siblings)).transpose(1, 2).flatten(1, 2)
                 pair[i] = torch.cat([prompt, own], dim=1)
         self.width, self.siblings, self.capacity = width, siblings, capacity
-        self.row = torch.arange(len(self.row_ids)).to(device)
+        number = torch.arange(len(self.row_ids)).to(device)
+        self.row, self.sibling = number // siblings, number % siblings           # (B,) each
         self.column = torch.arange(-width, capacity * siblings).to(device)       # 0: the first of siblings
         self.prompt_length = torch.tensor(self.lengths).repeat_interleave(siblings).to(device)   # (B,)
         return torch.tensor(self.row_ids).to(device)
@@ -116,54 +113,43 @@ class PrefixCache:
         ids (B,); count (B,) tokens of each completion so far, at most `longest`
         """
         rounded = -(-longest // COLUMNS_AT_ONCE) * COLUMNS_AT_ONCE
-        self.attended = min(self.capacity, rounded) if ids.device.type == "cpu" else self.capacity
-        self.last, self.layer_of, self.of_step = count - 1, {}, {}
-        positions = self.prompt_length + self.last
+        attended = min(self.capacity, rounded) if ids.device.type == "cpu" else self.capacity
+        self.end = self.width + attended * self.siblings
+        self.last, self.layer_of, self.masks = count - 1, {}, {}
+        columns = self.width + self.capacity * self.siblings
+        self.place = self.row * columns + self.width + self.last * self.siblings + self.sibling
         return self.model.base_model(
-            input_ids=ids[:, None], position_ids=positions[:, None], token_layout=self, use_cache=False
+            input_ids=ids[:, None], position_ids=(self.prompt_length + self.last)[:, None],
+            token_layout=self, use_cache=False,
         ).last_hidden_state[:, 0]
 
     def attend(self, function, query, key, value, *, module, source, window, folds, is_sdpa) -> Tensor:
         """Cache new keys and values; attend: query (B, H, 1, D), key, value (B, K, 1, D) -> (B, 1, H, D)."""
         if source not in self.layer_of:                   # layers may share keys
-            pair, widest = self.layers[len(self.layer_of)], self.widest[len(self.layer_of)]
-            width = min(self.width, widest)
-            place = self.once_a_step(self.write_positions, width)
+            pair = self.layer_of[source] = self.layers[len(self.layer_of)]
             for cached, new in zip(pair, (key, value), strict=True):
-                cached.flatten(0, 1).index_copy_(0, place, new[:, :, 0])
-            columns = width + self.attended * self.siblings
-            self.layer_of[source] = [x[:, :columns].transpose(1, 2) for x in pair]
-        keys, values = self.layer_of[source]              # (P, K, columns, D)
-        mask = self.once_a_step(self.mask, window, keys.shape[2], query.dtype, folds)
+                cached.flatten(0, 1).index_copy_(0, self.place, new[:, :, 0])
+        first = max(0, self.width - max(1, window - 1)) if window else 0         # within the window
+        keys, values = (x[:, first : self.end].transpose(1, 2) for x in self.layer_of[source])
         query = query[:, :, 0].unflatten(0, (-1, self.siblings)).transpose(1, 2)          # (P, H, S, D)
+        mask = self.mask(first, window, query.dtype, folds)
         output = attend_folded(function, module, query, keys, values, mask, folds)        # (P, S, H, D)
         return output.flatten(0, 1)[:, None]
 
-    def once_a_step(self, function, *args) -> Tensor:
-        """Return function(*args), computed once for all layers that need it."""
-        key = function.__name__, *args
-        if key not in self.of_step:
-            self.of_step[key] = function(*args)
-        return self.of_step[key]
-
-    def write_positions(self, width: int) -> Tensor:
-        """Return (B,): where the new tokens belong among all columns of a layer, flattened."""
-        row, sibling = self.row // self.siblings, self.row % self.siblings
-        first = row * (width + self.capacity * self.siblings) + width
-        return first + self.last * self.siblings + sibling
-
-    def mask(self, window: int | None, size: int, dtype, folds: int) -> Tensor:
-        """Return the additive mask of the last `size` columns attended to, (P, 1, folds * S, size)."""
-        end = self.width + self.attended * self.siblings
-        column, sibling = self.column[end - size : end], (self.row % self.siblings)[:, None]
-        position = torch.where(column < 0, column, column // self.siblings)      # 0: the first token
-        visible = attends_to(self.last[:, None], position, window)               # (B, size)
-        visible &= position >= -self.prompt_length[:, None]
-        visible &= (column < 0) | (column % self.siblings == sibling)
-        visible = visible.unflatten(0, (-1, self.siblings))[:, None]             # (P, 1, S, size)
-        return additive_mask(visible.repeat(1, 1, folds, 1), dtype)
+    def mask(self, first: int, window: int | None, dtype, folds: int) -> Tensor:
+        """Return the additive mask of the columns from `first` on, (P, 1, folds * S, columns)."""
+        key = window, dtype, folds
+        if key not in self.masks:                         # once a step for all layers
+            column = self.column[first : self.end]
+            position = torch.where(column < 0, column, column // self.siblings)  # 0: the first token
+            visible = attends_to(self.last[:, None], position, window)           # (B, columns)
+            visible &= position >= -self.prompt_length[:, None]
+            visible &= (column < 0) | (column % self.siblings == self.sibling[:, None])
+            visible = visible.unflatten(0, (-1, self.siblings))[:, None]         # (P, 1, S, columns)
+            self.masks[key] = additive_mask(visible.repeat(1, 1, folds, 1), dtype)
+        return self.masks[key]
 
 
-def change(old: int, new: int, widest: int, more: int = 0) -> tuple[int, ...]:
-    """Return the padding of a layer (P, columns, K, D) for another width of prompts and more columns."""
-    return 0, 0, 0, 0, min(new, widest) - min(old, widest), more
+def add_columns(x: Tensor, before: int, after: int = 0) -> Tensor:
+    """Add columns to a layer's keys or values (P, columns, K, D), or remove columns if negative."""
+    return pad(x, (0, 0, 0, 0, before, after))

@@ -272,31 +272,50 @@ def keep_freed_memory() -> None:
             mallopt(trim_threshold, 2**31 - 1)
 
 
-def leave_busy_cores(notify: Callable) -> None:
-    """Compute with one thread for each idle core, at least one.
+def own_cores() -> list[int]:
+    """Return the numbers of the cores that this process may use."""
+    return sorted(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count()))
+
+
+def used_seconds() -> np.ndarray:
+    """Return the seconds of a clock, and those that anybody and this process have used on own_cores.
+
+    Children count as this process once they have ended.
+    """
+    times = []
+    with suppress(OSError):                               # of a sandbox without /proc/stat
+        times = psutil.cpu_times(percpu=True)
+    everyone = sum(times[core].user + times[core].system for core in own_cores() if core < len(times))
+    *own, clock = os.times()
+    return np.array([clock, everyone, sum(own)])
+
+
+class IdleCores:
+    """Compute with one thread for each core that other processes leave idle, at least with one.
 
     A thread whose core another process uses keeps all others waiting at the end of each operation. On two
     cores, beside one busy process, a step of the demonstration takes 2.7 s with two threads and 0.7 with one.
     """
-    if "OMP_NUM_THREADS" in os.environ:
-        return                                            # limit_threads would do nothing
-    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count())
-    busy = 0
-    for seconds in 0.3, 1:                                # not only for a moment
-        with suppress(OSError):                           # of a sandbox without /proc/stat
-            shares = psutil.cpu_percent(seconds, percpu=True)
-            busy = round(sum(shares[core] for core in cores if core < len(shares)) / 100)
-        if not busy:
+
+    def __init__(self):
+        self.threads, self.busy, self.before = torch.get_num_threads(), 0, used_seconds()
+
+    def choose_threads(self, notify: Callable) -> None:
+        """Choose by what others have used since the last call. OMP_NUM_THREADS sets another number."""
+        seconds, everyone, own = used_seconds() - self.before
+        if seconds < 0.3 or "OMP_NUM_THREADS" in os.environ:
             return
-    limit_threads(len(cores) - busy, f"others use {busy} of {len(cores)} cores", notify)
+        self.before, cores = used_seconds(), len(own_cores())
+        others = (everyone - own) / seconds
+        if abs(others - self.busy) > 0.6:                 # with 0.5 it would go back and forth
+            self.busy = max(0, round(others))
+        before, threads = torch.get_num_threads(), max(1, min(self.threads, cores - self.busy))
+        if threads != before:
+            torch.set_num_threads(threads)
+            notify(f"  note   threads {before} -> {threads}: others use {self.busy} of {cores} cores")
 
 
-def limit_threads(most: int, reason: str, notify: Callable) -> None:
-    """Compute with at most that many threads, and at least one. OMP_NUM_THREADS sets another number."""
-    before, threads = torch.get_num_threads(), max(1, most)
-    if threads < before and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(threads)
-        notify(f"  note   threads {before} -> {threads}: {reason}")
+idle_cores = IdleCores()        # threads are the process's
 
 
 def peak_memory_gb(device: torch.device) -> float:

@@ -60,7 +60,7 @@ class TokenLayout:
         """
         self.layers[module] = window
         if self.store is not None:
-            self.store(source, key, value, window)
+            self.store(source, key, value)
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # (L, H, D)
         outputs = []
         for number, block in enumerate(self.blocks):

@@ -1,6 +1,6 @@
 """
 Checkpoints: everything that a run consists of, saved and restored. A resumed run is bit-identical to an
-uninterrupted one with the same versions and number of processes, otherwise equal up to rounding.
+uninterrupted one with the same versions and numbers of processes and threads, otherwise equal up to rounding.
 
 A checkpoint is a folder that infer.py can load as a model, with the rest of the run beside it: the reference
 as another such folder, and state.pt with settings, progress, optimiser, schedule, value head, data position
@@ -8,6 +8,7 @@ and the sizes of the run's files. It does not depend on the number of processes:
 first. A run that is killed, or a disk that is full, leaves the previous checkpoint intact: see write_folder.
 """
 
+import os
 import platform
 import shutil
 from collections.abc import Callable
@@ -139,9 +140,12 @@ def read_state(checkpoint: Path, *, mmap: bool = False) -> dict:
 
 
 def versions(policy) -> dict:
-    """Return what the last bits depend on: versions, the numbers of processes and threads, the engine."""
+    """Return what the last bits depend on: versions, the numbers of processes and threads, the engine.
+
+    Without OMP_NUM_THREADS also on the work of other processes: see IdleCores in engine/devices.py.
+    """
     return {
         "python": platform.python_version(), "torch": str(torch.__version__),
         "transformers": transformers.__version__, "processes": num_processes(),
-        "threads": torch.get_num_threads(), "engine": type(policy).__name__,
+        "threads": os.environ.get("OMP_NUM_THREADS", os.cpu_count()), "engine": type(policy).__name__,
     }

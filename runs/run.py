@@ -11,7 +11,7 @@ import torch
 
 from config import Config
 from data import Batches
-from engine.devices import limit_threads, num_processes, seed_generators
+from engine.devices import idle_cores, num_processes, seed_generators
 from engine.errors import RunError
 from engine.sharding import full_tensor
 from experience import Experience
@@ -177,6 +177,7 @@ class Run:
         processes after errors that not all of them raise. The global random generators, which reward
         functions may use, are seeded by the step, so that a repeat draws the same numbers.
         """
+        idle_cores.choose_threads(self.console.print)
         position, before, begun = self.batches.position, replace(self.progress), self.policy.steps_begun
         seed_generators(f"{self.config.training.seed} {self.progress.step} {self.folder.ranks.rank}")
         try:
@@ -268,7 +269,6 @@ class Run:
         if state.get("scaler") and hasattr(self.policy, "scaler"):               # else float32 now
             self.policy.scaler.load_state_dict(state["scaler"])
         begun, notify = state["versions"], self.console.print
-        limit_threads(begun["threads"], "the number that the run began with", notify)
         if (now := versions(self.policy)) != begun:
             notify(f"  note   resumed with {now}, begun with {begun}: equal up to rounding, not bit for bit")
         self.saved_state = state

@@ -16,7 +16,7 @@ import torch
 
 from config import Config, ModelConfig, TrainingConfig, reject, validate_functions
 from engine.devices import (
-    all_gather_object, best_device, keep_freed_memory, leave_busy_cores, num_processes, seed_generators,
+    all_gather_object, best_device, keep_freed_memory, num_processes, seed_generators,
 )
 from engine.errors import RunError
 from engine.device_policy import DevicePolicy, runs_in_core
@@ -162,8 +162,6 @@ def set_up(
     mesh = parse_mesh(config)
     folder = RunFolder(config)
     console = folder.console
-    if not training.resume:                               # else as the run began, see Run.restore
-        leave_busy_cores(console.print)
     names = config.grpo.reward_functions if reward_functions is None else reward_functions
     functions = load_reward_functions(names) if training.use_grpo else []
     environment = environment or config.grpo.environment or None

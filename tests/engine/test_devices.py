@@ -75,32 +75,44 @@ def test_every_process_of_torchrun_has_a_gpu_and_the_backend_that_torch_has_for_
 # ---- a busy machine ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("loads,threads", [
-    ([[0, 4, 3, 3]], 4), ([[100, 4, 3, 3]] * 2, 3), ([[40, 30, 40, 30]] * 2, 3), ([[99] * 4] * 2, 1), ([[60, 60, 100, 99]] * 2, 1),
-    ([[100, 100, 100, 0], [4, 3, 3, 3]], 4), ([[0, 0, 0, 0], [99] * 4], 4),
-])
-def test_threads_leave_the_cores_to_other_processes_that_use_them_for_longer_than_a_moment(monkeypatch, loads, threads):
-    chosen, printed, measured = [4], [], iter(loads)
-    monkeypatch.setattr(devices.psutil, "cpu_percent", lambda interval, percpu: [*next(measured), 100])         # the last is not ours
+@pytest.mark.parametrize("busy,threads", [
+    ([0.1, 0.2], [4, 4]), ([1, 1], [3, 3]), ([1.4, 0.7, 0.3], [3, 3, 4]), ([4, 0], [1, 4]), ([2.8, 3.3, 2], [1, 1, 2]), ([-1, 0.5], [4, 4])])
+def test_threads_leave_cores_to_others_while_they_use_them(monkeypatch, busy, threads):
+    """Seconds of a core that others have used in each second. Core 4 is not ours: it is always busy."""
+    clock, others = 0, 0
+
+    def cpu_times(percpu):
+        used = others + 2 * clock                         # this process uses two cores
+        return [SimpleNamespace(user=used * share, system=used * (0.25 - share)) for share in (0.1, 0.2, 0.05, 0.15)] + [
+            SimpleNamespace(user=clock, system=0)]
+
+    monkeypatch.setattr(devices.psutil, "cpu_times", cpu_times)
+    monkeypatch.setattr(os, "times", lambda: (clock, 0.5 * clock, 0.25 * clock, 0.25 * clock, clock))
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2, 3}, raising=False)
+    chosen, printed = [4], []
     monkeypatch.setattr(torch, "get_num_threads", lambda: chosen[-1])
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    cores = devices.IdleCores()
+    for used, expected in zip(busy, threads):
+        clock, others = clock + 0.2, others + 5           # too short to tell
+        cores.choose_threads(pytest.fail)
+        clock, others = clock + 0.8, others - 5 + used
+        cores.choose_threads(printed.append)
+        assert chosen[-1] == expected
+    assert len(printed) == len(chosen) - 1 and all("others use" in line for line in printed)
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
-    devices.leave_busy_cores(printed.append)
-    assert chosen == [4] and not printed                  # the user's number
-    monkeypatch.delenv("OMP_NUM_THREADS")
-    devices.leave_busy_cores(printed.append)
-    assert chosen[-1] == threads and len(printed) == (threads < 4)
-    assert all(f"threads 4 -> {threads}: others use" in line for line in printed)
+    clock, others = clock + 1, others + 4
+    cores.choose_threads(pytest.fail)
 
 
-@pytest.mark.parametrize("measured", [lambda interval, percpu: [100.0], lambda interval, percpu: Path("/no/such/file").read_text()])
+@pytest.mark.parametrize("measured", [lambda percpu: [], lambda percpu: Path("/no/such/file").read_text()])
 def test_threads_stay_where_the_load_of_the_cores_is_not_known(monkeypatch, measured):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(devices.psutil, "cpu_percent", measured)                 # a container may number its cores otherwise
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {5, 9}, raising=False)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    devices.leave_busy_cores(pytest.fail)
+    monkeypatch.setattr(devices.psutil, "cpu_times", measured)                   # a container may number its cores otherwise
+    cores = devices.IdleCores()
+    cores.before = cores.before - 1
+    cores.choose_threads(pytest.fail)
 
 
 # ---- TPUs, precision, memory ---------------------------------------------------------------------------------------

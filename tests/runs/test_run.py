@@ -9,30 +9,9 @@ import torch
 from conftest import assert_same, ctrl_c_after, exhaustive, run_folder, start_run
 
 import train
-from engine.devices import limit_threads
-from runs import phases, setup
+from runs import phases
 from runs.folder import read_jsonl
 from runs.results import held_out_score
-
-
-@pytest.mark.slow
-def test_a_run_resumes_with_the_threads_that_it_began_with_on_which_its_last_bits_depend(tmp_path, monkeypatch, capsys):
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(setup, "leave_busy_cores", lambda notify: limit_threads(1, "others use 1 of 2 cores", notify))
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(2)
-        with ctrl_c_after(1):
-            folder = run_folder(tmp_path / "run", "--use_grpo", "--cold_start_steps", "0", "--max_steps", "2")
-        torch.set_num_threads(2)
-        monkeypatch.setattr(setup, "leave_busy_cores", lambda notify: None)      # now they are idle
-        capsys.readouterr()
-        train.main(["--output_dir", str(folder), "--resume"])
-        printed = capsys.readouterr().out
-        assert torch.get_num_threads() == 1 and "threads 2 -> 1: the number that the run began with" in printed
-        assert "equal up to rounding" not in printed
-    finally:
-        torch.set_num_threads(threads)
 
 
 @pytest.mark.slow
