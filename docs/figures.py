@@ -36,7 +36,6 @@ import sample  # noqa: E402
 import train  # noqa: E402
 from config import GRPOConfig, ModelConfig  # noqa: E402
 from engine.packing import pack_groups  # noqa: E402
-from engine.prefix_attention import attends_to  # noqa: E402
 from engine.models import load_any_policy  # noqa: E402
 
 matplotlib.rcParams |= {"svg.hashsalt": "plain-grpo", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
@@ -121,19 +120,20 @@ def draw_groups() -> None:
 def draw_pack(rollout) -> None:
     """Draw what attends to what in a pass of one prompt and its three completions, without and with a window of 6 positions.
 
-    The two halves of the attention in two colours: to itself, and to the prompt.
+    The keys of a row in two colours: its own, and those of its prompt.
     """
     batch = pack_groups(rollout, torch.arange(3))
-    positions, blocks = batch.positions[0], [*batch.layout.own, *batch.layout.prefix]
+    positions, layout = batch.positions[0], batch.layout
     lengths = [int(rollout.prompt_mask[0].sum()), *rollout.completion_mask[:3].sum(dim=1).tolist()]
     names = "".join(name * length for name, length in zip("pabc", lengths, strict=True))
     figure = Figure(figsize=(7.4, 3.9), layout="constrained")
     for axes, window in zip(figure.subplots(1, 2), (None, 6), strict=True):
         seen = torch.full((len(names), len(names)), torch.nan)
-        for block in blocks:
-            visible = attends_to(block.query_positions, block.key_positions, window)
-            for row, query, key in visible.nonzero().tolist():
-                seen[block.queries[row, query], block.keys[row, key]] = 0.0 if block.causal else 1.0
+        for number, block in enumerate(layout.blocks):
+            keys, from_prompt = torch.cat([block.prompts, block.tokens], dim=1), block.prompts.shape[1]
+            mask = layout.mask(number, 0, window, torch.float32).expand(len(keys), -1, -1, -1)
+            for row, _, query, key in (mask == 0).nonzero().tolist():
+                seen[block.tokens[row, query], keys[row, key]] = 1.0 if key < from_prompt else 0.0
         axes.imshow(seen.numpy(), cmap=ListedColormap([BLUE, ORANGE]), vmin=0, vmax=1, alpha=0.7)
         labels = [f"{name}\n{position}" for name, position in zip(names, positions.tolist(), strict=True)]
         axes.set_xticks(range(len(names)), labels, fontsize=5)
