@@ -101,11 +101,20 @@ class PrefixCache:
                 own = own.unflatten(0, (-1, siblings)).transpose(1, 2).flatten(1, 2)
                 pair[i] = torch.cat([prompt, own], dim=1)
         self.width, self.siblings, self.capacity = width, siblings, capacity
-        number = torch.arange(len(self.row_ids)).to(device)
-        self.row, self.sibling = number // siblings, number % siblings           # (B,) each
-        self.column = torch.arange(-width, capacity * siblings).to(device)       # 0: the first of siblings
-        self.prompt_length = torch.tensor(self.lengths).repeat_interleave(siblings).to(device)   # (B,)
+        self.prepare_passes()
         return torch.tensor(self.row_ids).to(device)
+
+    def prepare_passes(self) -> None:
+        """Compute what passes need of each completion and column, as tensors of the device."""
+        siblings, number = self.siblings, torch.arange(len(self.row_ids))
+        column = torch.arange(-self.width, self.capacity * siblings)             # 0: the first own one
+        position = torch.where(column < 0, column, column // siblings)           # from the prompt's end on
+        lengths = torch.tensor(self.lengths).repeat_interleave(siblings)
+        in_prompt = (column < 0) & (column >= -lengths[:, None])
+        is_own = (column >= 0) & (column % siblings == number[:, None] % siblings)
+        first = number // siblings * len(column) + self.width + number % siblings
+        self.allowed, self.position = (in_prompt | is_own).to(self.device), position.to(self.device)
+        self.first, self.prompt_length = first.to(self.device), lengths.to(self.device)          # (B,)
 
     def forward(self, ids: Tensor, count: Tensor, longest: int) -> Tensor:
         """Forward the last token of each completion and return hidden states (B, width).
@@ -116,8 +125,7 @@ class PrefixCache:
         attended = min(self.capacity, rounded) if ids.device.type == "cpu" else self.capacity
         self.end = self.width + attended * self.siblings
         self.last, self.layer_of, self.masks = count - 1, {}, {}
-        columns = self.width + self.capacity * self.siblings
-        self.place = self.row * columns + self.width + self.last * self.siblings + self.sibling
+        self.place = self.first + self.last * self.siblings                      # in a layer, flattened
         return self.model.base_model(
             input_ids=ids[:, None], position_ids=(self.prompt_length + self.last)[:, None],
             token_layout=self, use_cache=False,
@@ -140,11 +148,9 @@ class PrefixCache:
         """Return the additive mask of the columns from `first` on, (P, 1, folds * S, columns)."""
         key = window, dtype, folds
         if key not in self.masks:                         # once a step for all layers
-            column = self.column[first : self.end]
-            position = torch.where(column < 0, column, column // self.siblings)  # 0: the first token
-            visible = attends_to(self.last[:, None], position, window)           # (B, columns)
-            visible &= position >= -self.prompt_length[:, None]
-            visible &= (column < 0) | (column % self.siblings == self.sibling[:, None])
+            columns = slice(first, self.end)
+            visible = attends_to(self.last[:, None], self.position[columns], window)
+            visible = visible & self.allowed[:, columns]                         # (B, columns)
             visible = visible.unflatten(0, (-1, self.siblings))[:, None]         # (P, 1, S, columns)
             self.masks[key] = additive_mask(visible.repeat(1, 1, folds, 1), dtype)
         return self.masks[key]

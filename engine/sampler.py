@@ -87,21 +87,20 @@ def decode(active: list[int], state: "SamplingState", cache, group_size: int, wa
         hidden = cache.forward(state.ids[row_ids, count - 1], count, longest)                    # (R, H)
         state.step(row_ids, compute_logits(cache.model, hidden))
 
-    enough, tokens_at_once = int(len(active) * COMPACT_BELOW[device.type]), TOKENS_BETWEEN_CHECKS[device.type]
+    step, enough = sample_token, int(len(active) * COMPACT_BELOW[device.type])
     if not waiting and len(active) * capacity <= KEPT_TOKENS[device.type]:
         enough = 0
-    step, num_tokens = sample_token, tokens_at_once
     if device.type == "cuda":
-        num_tokens = 1                                    # and then the step is recorded
-    while longest <= capacity and len(active) > enough:
-        for _ in range(min(capacity - longest + 1, num_tokens)):
+        sample_token()                                    # before it is recorded
+        step, longest = recorded(sample_token, device), longest + 1
+    while True:
+        for _ in range(min(capacity - longest + 1, TOKENS_BETWEEN_CHECKS[device.type])):
             step()
             longest += 1
             cut_graph(device)
         active = state.active_rows(active)
-        if num_tokens < tokens_at_once:
-            step, num_tokens = recorded(sample_token, device), tokens_at_once
-    return active
+        if longest > capacity or len(active) <= enough:
+            return active
 
 
 class SamplingState:
