@@ -21,7 +21,7 @@ adjacent, T completion tokens, b rows that are forwarded, H hidden size, V vocab
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, is_dataclass, replace
 from inspect import signature
 from itertools import compress
@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 
-from data import encode_demonstration, encode_prompt
+from data import after_turn, encode_demonstration, encode_prompt, prompt_of
 from logprobs import compute_logits, distribution_of, restrict_logits
 
 DROP_BELOW = 0.75               # finished rows leave the batch, by a copy, once at most this share goes on
@@ -272,7 +272,7 @@ def demonstrations_as_rollout(model, tokenizer, examples: list[dict], encode=enc
     encode  (tokenizer, prompt, completion, stop_ids) -> token ids, and True where they are the policy's
     """
     stops = stop_token_ids(model, tokenizer)
-    prompts = [encode_prompt(tokenizer, example["prompt"]) for example in examples]
+    prompts = [encode_prompt(tokenizer, prompt_of(tokenizer, example)) for example in examples]
     rows = [encode(tokenizer, e["prompt"], e["completion"], stops) for e in examples]
     completion_ids, mask = map(pad_rows, zip(*rows, strict=True))
     return Rollout(
@@ -283,10 +283,23 @@ def demonstrations_as_rollout(model, tokenizer, examples: list[dict], encode=enc
 
 
 def stop_token_ids(model, tokenizer) -> list[int]:
-    """Return the ids that end a completion: the generation config's and the tokenizer's. Gemma 3 has two."""
+    """Return the ids that end a completion: the generation config's and the tokenizer's. Gemma 3 has two.
+
+    A third is that of the special token with which the chat template ends a turn: that of a base model may be
+    none of them.
+    """
     configured = model.generation_config.eos_token_id if model.generation_config else None
     configured = configured if isinstance(configured, list) else [configured]
-    return sorted({i for i in [*configured, tokenizer.eos_token_id] if i is not None})
+    return sorted({*configured, tokenizer.eos_token_id, end_of_turn(tokenizer)} - {None})
+
+
+def end_of_turn(tokenizer) -> int | None:
+    """Return the id of the special token with which the chat template ends a turn, if there is one."""
+    with suppress(ValueError):                            # a template may refuse the made-up turn
+        end = after_turn(tokenizer).lstrip() if tokenizer.chat_template else ""
+        first = next(iter(tokenizer(end, add_special_tokens=False).input_ids), None)
+        token = tokenizer.added_tokens_decoder.get(first)
+        return first if token and token.special else None
 
 
 def pad_rows(rows: list, value=0, *, left: bool = False, dtype: torch.dtype | None = None) -> Tensor:

@@ -27,16 +27,18 @@ from engine.models import (
 from engine.sharding import shard
 from model import load_policy
 from policy import Policy
+from reward_functions.calling import parameters_of
 from reward_functions.loading import as_name, load_reward_functions, require_columns
 from runs.checkpoint import latest_checkpoint, read_state
 from runs.folder import RunFolder
 from runs.phases import plan_phases
 from runs.run import Run
 from runs.startup_check import choose_engine, refuse_wrong_head, refuse_wrong_sampler
-from sample import stop_token_ids
+from sample import end_of_turn, stop_token_ids
 from sources.readers import SUFFIXES
 from sources.training_data import (
-    fit_prompts, load_data, refuse_long_demonstrations, validate_demonstrations,
+    fit_prompts, leave_out_rejected, load_data, note_unused, refuse_long_demonstrations,
+    validate_demonstrations,
 )
 
 
@@ -112,6 +114,9 @@ def start_up_check(
                     policy = policy if other.shares_prompts else plain
     if note:
         notify(f"  note   {note}")
+    if (end := end_of_turn(tokenizer)) not in (None, tokenizer.eos_token_id):
+        token = tokenizer.convert_ids_to_tokens(end)
+        notify(f"  note   {token}, with which the chat template ends a turn, ends completions too")
     if make_policy:
         policy = make_policy(model, tokenizer, max_tokens=max_tokens)
         if not isinstance(policy, Policy):
@@ -191,6 +196,9 @@ def set_up(
     if training.use_grpo:
         validate_grpo_setup(
             config, tokenizer, train_set, reward_functions=functions, environment=environment)
+    named = parameters_of([*functions, getattr(environment, "reset", environment)])
+    train_set = leave_out_rejected(train_set, named, console.print)
+    note_unused(train_set, named, tokenizer, console.print)
     train_set, longest_prompt = fit_prompts(train_set, tokenizer, config, console.print)
     eval_set, longest_held_out = fit_prompts(eval_set, tokenizer, config, console.print)
     if not training.max_tokens_per_forward:

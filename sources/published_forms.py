@@ -7,8 +7,8 @@ import ast
 import re
 from contextlib import suppress
 
-from data import BRACES, cell, choose_columns, demonstration
-from guards import split_prompt
+from data import BRACES, Row, as_messages, cell, choose_columns, demonstration
+from guards import read_message, split_prompt
 from reward_functions.answers import BOX, extract_boxed
 from reward_functions.formats import LETTERS
 
@@ -23,47 +23,63 @@ def as_published(row, columns: dict[str, str]) -> dict:
     A prompt made of a text with columns in braces is complete.
     """
     row = choose_columns(row, columns)
+    choices, answer = without_letters(text_choices(dict(row))), row.get("answer")
     if not BRACES.search(columns.get("prompt", "")):
-        row["prompt"] = complete_prompt(row["prompt"], row)
+        row["prompt"] = complete_prompt(row["prompt"], row, choices)
     for name, column in ("numbers", "nums"), ("tests", "test_list"):             # Countdown, MBPP
-        if column in row:
-            row.setdefault(name, row[column])             # for the reward function that needs this name
-    choices, answer = text_choices(row), row.get("answer")
+        if column in row:                                 # for the reward function that needs this name
+            row = row | {name: row.get(name, row.get(column))}
     if isinstance(answer, str | int | float):
         row["answer"], reasoning = split_answer(answer, list(choices))
         _, last_turn = split_prompt(row["prompt"])
         if reasoning and not row.get("completion") and not last_turn:
             row["completion"] = demonstration(reasoning, row["answer"])
     if choices:
+        row.read |= {"choices", "options"}
         row["choices"] = list(choices.values())
     return row
 
 
-def complete_prompt(prompt, row: dict):
-    """Return a prompt with what belongs to it: after an `instruction` Alpaca's `input` or Dolly's `context`,
-    after a question the texts in `choices` (MMLU) as lettered lines, unless they are in it with letters. The
-    turns of ShareGPT (from, value) become chat messages.
+def complete_prompt(prompt, row: Row, choices: dict[str, str]):
+    """Return a prompt with what belongs to it: before it a `system` message, after an `instruction` Alpaca's
+    `input` or Dolly's `context`, after a question its choices as lettered lines, unless they are in it with
+    letters. The turns of ShareGPT (from, value) become chat messages.
     """
-    if isinstance(prompt, list):
+    if not isinstance(prompt, str | list):
+        return prompt
+    for name in ("input", "context") if prompt == dict(row).get("instruction") else ():
+        prompt += f"\n\n{text}" if (text := text_in(row, name)) else ""
+    if isinstance(prompt, str):
+        prompt = with_choices(prompt, choices)
+    else:
         turns = [
             {"role": SHAREGPT_ROLES.get(turn["from"], turn["from"]), "content": turn["value"]}
             if isinstance(turn, dict) and {"from", "value"} <= turn.keys() else turn for turn in prompt
         ]
-        *before, last = turns or [None]
-        match last:
-            case {"role": "user", "content": str(question)}:
-                return [*before, last | {"content": with_choices(question, row)}]
-        return turns
-    if not isinstance(prompt, str):
+        *before, last = map(read_message, turns or [None])
+        if last["role"] == "user":
+            last = last | {"content": with_choices(last["content"], choices)}
+        prompt = [*before, last]
+    if not (system := text_in(row, "system")) or (isinstance(prompt, list) and prompt[0]["role"] == "system"):
         return prompt
-    for name in ("input", "context") if prompt == row.get("instruction") else ():
-        prompt += f"\n\n{row[name]}" if isinstance(row.get(name), str) and row[name].strip() else ""
-    return with_choices(prompt, row)
+    return [{"role": "system", "content": system}, *as_messages(prompt)]
 
 
-def with_choices(question: str, row: dict) -> str:
+def text_in(row: Row, column: str) -> str:
+    """Return the text in a column, "" if it is blank or something else."""
+    return text if isinstance(text := row.get(column), str) and text.strip() else ""
+
+
+def without_letters(choices: dict[str, str]) -> dict[str, str]:
+    """Return choices without letters of their own: 21 for "A)21" (AQuA)."""
+    pairs = list(zip(LETTERS, choices.items(), strict=False))
+    own = {label: re.sub(rf"^\(?{letter}[).:]\s*", "", text) for letter, (label, text) in pairs}
+    return choices if any(own[label] == choices[label] for label in own) else own
+
+
+def with_choices(question: str, choices: dict[str, str]) -> str:
     """Return a question followed by its lettered choices, if they are not in it."""
-    options = list(zip(LETTERS, text_choices(row).values(), strict=False))
+    options = list(zip(LETTERS, choices.values(), strict=False))
     if all(re.search(rf"\b{letter}\W+{re.escape(text)}", question) for letter, text in options):
         return question
     return question + "".join(f"\n{letter}. {text}" for letter, text in options)
