@@ -74,7 +74,7 @@ def encode_prompt(tokenizer, prompt: str | list, tools=None) -> list[int]:
 
 def prompt_of(tokenizer, example: dict) -> str | list:
     """Return the prompt of an example for Policy.sample: token ids if its tools belong to it."""
-    tools = read_tools(example.get("tools"))
+    tools = example.get("tools") and read_tools(example.get("tools"))
     return encode_prompt(tokenizer, example["prompt"], tools) if tools else example["prompt"]
 
 

@@ -40,7 +40,12 @@ SHAREGPT = [{"from": "system", "value": "Be brief."}, {"from": "human", "value":
      "$2x=1$", "\\frac{1}{2}", tagged("By \\boxed{2}: \\boxed{\\frac{1}{2}}.", "\\frac{1}{2}")),
     ({"question": "$x^2$?", "final_answer": "2x", "r1_solution_1": "Rule."}, "$x^2$?", "2x", None),             # DeepMath
     ({"instruction": "In French.", "input": "Hi,\nthere", "output": "Oui."}, "In French.\n\nHi,\nthere", None, "Oui."),     # Alpaca
-    ({"instruction": "In French.", "input": "", "output": "Oui."}, "In French.", None, "Oui."),
+    ({"instruction": "In French.", "input": "", "output": "Oui.", "system": " "}, "In French.", None, "Oui."),
+    ({"instruction": "Hi", "output": "Oui.", "system": "In French."}, [{"role": "system", "content": "In French."}, user("Hi")], None, "Oui."),
+    ({"system": "Be kind.", "conversations": SHAREGPT[1:]}, [{"role": "system", "content": "Be kind."}, user("Count.")], None, "One."),
+    ({"system": "Be kind.", "conversations": SHAREGPT}, [{"role": "system", "content": "Be brief."}, user("Count.")], None, "One."),
+    ({"question": "21?", "options": ["A)21", "B) 2"], "answer": "A"}, "21?\nA. 21\nB. 2", "A", None),           # AQuA
+    ({"question": "Who?", "options": ["A) Abe", "Bob"], "answer": "A"}, "Who?\nA. A) Abe\nB. Bob", "A", None),
     ({"id": "Q2_0", "conversations": SHAREGPT}, [{"role": "system", "content": "Be brief."}, user("Count.")], None, "One."),
     ({"question": "2*2?", "choices": ["2", "3", "4"], "answer": 2}, "2*2?\nA. 2\nB. 3\nC. 4", "C", None),       # MMLU
 ])
@@ -114,6 +119,14 @@ def test_a_column_of_the_prompt_without_a_value_is_no_text():
     rows = [{"context": None, "question": "2+2?"}, {"context": "Cats.", "question": "How many?"}]
     found = load_examples(rows, columns={"prompt": "{context}\n{question}"})
     assert [example["prompt"] for example in found] == ["\n2+2?", "Cats.\nHow many?"]
+
+
+def test_names_in_braces_may_have_spaces_and_fields_and_other_braces_stay():
+    row = {"Correct Answer": "x{n}", "a": {"q": 0.5}, "n": None}
+    (example,) = load_examples([row], columns={"prompt": '{Correct Answer} {a.q} {n}\\frac{1}{2} {"x": 1} {no column}'})
+    assert example["prompt"] == 'x{n} 0.5 \\frac{1}{2} {"x": 1} {no column}'
+    with pytest.raises(ValueError, match="the row has columns"):
+        load_examples([row], columns={"prompt": "{Correct Answer} {missing}"})
 
 
 def test_messages_and_many_choices_are_lettered():
