@@ -311,7 +311,7 @@ def as_value(value):
     0.1 as 0.1.
     """
     if isinstance(value, bytes):
-        return value.decode()
+        return value.decode(errors="replace")
     if isinstance(value, list):
         return list(map(as_value, value))
     if isinstance(value, dict):

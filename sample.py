@@ -283,14 +283,14 @@ def demonstrations_as_rollout(model, tokenizer, examples: list[dict], encode=enc
 
 
 def stop_token_ids(model, tokenizer) -> list[int]:
-    """Return the ids that end a completion: the generation config's and the tokenizer's. Gemma 3 has two.
+    """Return the ids that end a completion, those of configured_stops and end_of_turn. Gemma 3 has two."""
+    return sorted({*configured_stops(model, tokenizer), end_of_turn(tokenizer)} - {None})
 
-    A third is that of the special token with which the chat template ends a turn: that of a base model may be
-    none of them.
-    """
+
+def configured_stops(model, tokenizer) -> set[int | None]:
+    """Return the stop ids of the generation config and the tokenizer."""
     configured = model.generation_config.eos_token_id if model.generation_config else None
-    configured = configured if isinstance(configured, list) else [configured]
-    return sorted({*configured, tokenizer.eos_token_id, end_of_turn(tokenizer)} - {None})
+    return {*(configured if isinstance(configured, list) else [configured]), tokenizer.eos_token_id}
 
 
 def end_of_turn(tokenizer) -> int | None:

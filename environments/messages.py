@@ -19,7 +19,7 @@ def encode_turns(
         part = (
             encode_completion(tokenizer, text_of_turn(tokenizer, messages, message), stop_ids) if own
             else encode_reply(tokenizer, prompt, message, stop_ids, ended_by=ids[-1]))
-        if not own and part[0] in stop_ids:               # as above, in place of EOS
+        if not own and part[0] in stop_ids and not after_turn(tokenizer):        # of GLM 4, in place of EOS
             ids[-1] = part.pop(0)
         ids += part
         is_assistant += [own] * len(part)

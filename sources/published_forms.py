@@ -57,7 +57,7 @@ def complete_prompt(prompt, row: Row, choices: dict[str, str]):
             if isinstance(turn, dict) and {"from", "value"} <= turn.keys() else turn for turn in prompt
         ]
         *before, last = map(read_message, turns or [None])
-        if last["role"] == "user":
+        if last["role"] == "user" and last["content"]:
             last = last | {"content": with_choices(last["content"], choices)}
         prompt = [*before, last]
     if not (system := text_in(row, "system")) or (isinstance(prompt, list) and prompt[0]["role"] == "system"):

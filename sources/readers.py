@@ -43,7 +43,7 @@ def read_rows(source: str | Sequence, split: str, seed: int, columns: dict[str, 
         rows = read_hub(source, split)
     from sources.published_forms import as_published      # here: the built-in problems need none of them
 
-    features = getattr(rows, "features", {})
+    features = getattr(rows, "features", None) or {}  # of datasets
     return (as_published(with_types(row, features), columns) for row in rows)
 
 

@@ -89,9 +89,9 @@ def note_unused(examples: list[dict], named: set[str], tokenizer, notify: Callab
                 unwritten_of[kind] = unwritten(tokenizer, messages, number)
             unused.update(f"{name} of {kind[0]} messages" for name in unwritten_of.get(kind, ()))
     if "tools" in unused:
-        example = next(example for example in examples if str(example.get("tools")) not in BLANK)
-        texts = [render_prompt(tokenizer, example["prompt"], tools) for tools in (None, example["tools"])]
-        unused["tools"] *= texts[0] == texts[1]
+        prompt, tools = next(
+            (e["prompt"], e["tools"]) for e in examples if str(e.get("tools")) not in BLANK)
+        unused["tools"] *= render_prompt(tokenizer, prompt, tools) == render_prompt(tokenizer, prompt)
     if unused := +unused:
         names = ", ".join(f"{name} ({count})" for name, count in unused.most_common())
         notify(f"  note   read neither for prompts and completions nor by reward functions: {names}")
