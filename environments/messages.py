@@ -50,6 +50,7 @@ def unwritten(tokenizer, messages: list[dict], number: int) -> list[str]:
 
     def without(*names):
         other = {name: value for name, value in message.items() if name not in names}
+        other |= {name: message[name][:-1] for name in names if isinstance(message[name], list)}  # of calls
         with suppress(ValueError):                        # a template may need an entry
             return render(tokenizer, [*messages[:number], other, *messages[number + 1 :]], False)
 

@@ -19,6 +19,7 @@ from runs.groups import sample_and_score
 from runs.startup_check import refuse_wrong_tokens
 from sample import demonstrations_as_rollout, stop_token_ids
 from sources import load_examples
+from sources.training_data import note_unused
 
 # As Qwen 3's: thoughts of turns before the last question are left out, a turn without thoughts gets empty ones, and
 # enable_thinking=false begins the answer with empty ones.
@@ -167,6 +168,12 @@ def test_a_demonstration_with_calls_is_written_by_the_template_or_refused(base, 
                 encode_turns(tokenizer, example["prompt"], example["completion"], stops)
         else:
             assert tokenizer.decode(encode_turns(tokenizer, example["prompt"], example["completion"], stops)[0]) == expected
+    adds_text = CALLS.replace("c.function.arguments | tojson }}", "'' + c.function.arguments }} {{ c.function.arguments }}")
+    two = [said(AS_TEXT, CALL)]
+    for template, expected in (adds_text, '<call>add {"a": 1} {"a": 1}' * 2), (CALLS.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]"), None):
+        tokenizer.chat_template = template
+        with pytest.raises(ValueError, match="does not write tool_calls of the") if expected is None else nullcontext():
+            assert tokenizer.decode(encode_turns(tokenizer, [ASKED], load_examples([{"prompt": "p", "completion": two}])[0]["completion"], stops)[0]) == f"{expected}<|im_end|>"
     tokenizer.chat_template = CALLS.replace("{% for m in messages %}", "{% for m in messages[-1:] %}")
     with pytest.raises(ValueError, match="does not write it of the assistant's message"):
         encode_turns(tokenizer, [ASKED], [said(CALL, content="I look.")], stops)
@@ -180,7 +187,9 @@ def test_the_tools_of_a_row_are_written_by_the_template(base, tools, written):
     model, tokenizer = load_any_policy(ModelConfig(str(base)))
     tokenizer.chat_template = CALLS
     example = load_examples([{"prompt": [ASKED], "completion": "2", "tools": tools}])[0]
-    expected = f"{written}{OPEN}"
+    expected, notes = f"{written}{OPEN}", []
+    note_unused([example], set(), tokenizer, notes.append)
+    assert len(notes) == (bool(tools) and not written), "named where they are not written"
     assert tokenizer.decode(encode_prompt(tokenizer, prompt_of(tokenizer, example))) == expected
     settings = GRPOConfig(generation_max_length=2, num_completions_per_prompt=2)
     options = dict(reward_functions=[lambda completions, **columns: [0.0] * len(completions)], weights=[1.0])
