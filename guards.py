@@ -149,24 +149,13 @@ def text_of_parts(content: str | list | None) -> str | None:
     return "".join(texts)
 
 
-class Arguments(dict):
-    """The arguments of a tool call: some templates write them as an object, others add them to text."""
-
-    def __str__(self) -> str:
-        return json.dumps(self, ensure_ascii=False)
-
-    def __radd__(self, text: str) -> str:
-        return text + str(self)
-
-
 def without_nulls(value, name: str = ""):
     """Return a JSON value without null entries, which Parquet adds, and `arguments` in text as objects."""
     if name == "arguments" and isinstance(value, str):
         with suppress(ValueError):
             value = json.loads(value)
     if isinstance(value, dict):
-        kept = {key: without_nulls(entry, key) for key, entry in value.items() if entry is not None}
-        return Arguments(kept) if name == "arguments" else kept
+        return {key: without_nulls(entry, key) for key, entry in value.items() if entry is not None}
     return list(map(without_nulls, value)) if isinstance(value, list) else value
 
 
