@@ -3,7 +3,6 @@
 import hashlib
 import json
 import re
-from collections.abc import Iterable
 from pathlib import Path
 
 BLOCK, BLOCKS = 2**12, 256      # bytes that are read at once, and how often, evenly spaced over a file
@@ -21,15 +20,15 @@ def fingerprint_of_model(path: str | Path) -> str:
             for start in range(0, size, max(BLOCK, size // BLOCKS)):
                 opened.seek(start)
                 digest.update(opened.read(BLOCK))
-    return digest.hexdigest() if files else ""
+    return digest.hexdigest()[:32] if files else ""
 
 
-def fingerprint_of_examples(examples: Iterable[dict]) -> str:
-    """Hash examples in their order. It is the same in all processes, also for sets and objects."""
+def fingerprint_of_examples(examples: list[dict]) -> str:
+    """Count and hash examples in their order. The same in all processes, also for sets and objects."""
     digest = hashlib.sha256()
     for example in examples:
         digest.update(json.dumps(example, default=as_json, skipkeys=True).encode())
-    return digest.hexdigest()
+    return f"{len(examples)} examples, {digest.hexdigest()[:16]}"
 
 
 def as_json(value):
