@@ -141,12 +141,25 @@ def render(tokenizer, messages: list[dict], add_generation_prompt: bool) -> str:
     try:
         text = tokenizer.apply_chat_template(
             messages, tools=getattr(tokenizer, "tools", None), add_generation_prompt=add_generation_prompt,
-            tokenize=False, **tokenizer.init_kwargs.get("chat_template_kwargs", {}),
+            tokenize=False, chat_template=dated_template(tokenizer),
+            **tokenizer.init_kwargs.get("chat_template_kwargs", {}),
         )
         text.encode()                                     # half of a surrogate pair cannot be tokenised
         return text
     except Exception as error:                            # a template may do anything
         raise ValueError(f"the chat template refuses the prompt {messages!r:.80}...: {error}") from None
+
+
+def dated_template(tokenizer) -> str | None:
+    """Return the chat template with the day tokenizer.today in place of calls of strftime_now, a clock.
+
+    None where there are no such calls, or no such day: the template of the tokenizer as it is.
+    """
+    day, template = getattr(tokenizer, "today", None), tokenizer.chat_template
+    if not day or "strftime_now" not in str(template):
+        return None
+    template = tokenizer.get_chat_template(tools=getattr(tokenizer, "tools", None))
+    return CLOCK.sub(lambda call: repr(day.strftime(call[2])), template)
 
 
 def after_turn(tokenizer, reply: dict | None = None) -> str:
@@ -190,6 +203,7 @@ COLUMNS = {                     # the column names that are recognised, in order
     "answer": ("answer", "final_answer", "solution", "target", "answerKey"),
     "completion": ("completion", "response", "output", "canonical_solution"),
 }
+CLOCK = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")               # in a chat template
 BRACES = re.compile(r"\{(\w+)\}")                        # a column in a text that makes prompts
 
 

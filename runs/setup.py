@@ -191,6 +191,8 @@ def set_up(
         compare_tokenizers(tokenizer, config)
     if training.use_grpo and names == ["none"] and not has_teacher:
         raise ValueError("--reward_functions=none: teaches nothing without a teacher; add --reference_path")
+    if "strftime_now" in str(tokenizer.chat_template):    # the same prompts when the run is resumed
+        config = replace(config, model=replace(config.model, chat_template_date=str(tokenizer.today.date())))
     tokenizer.tools = tools                               # for the chat template
     if training.use_grpo:
         validate_grpo_setup(
