@@ -53,7 +53,7 @@ class ModelConfig:
         "", 'variables of the chat template, as JSON: {"enable_thinking": false}; empty: those that the '
         "model was trained with here before, else none")
     chat_template_date: str = flag(
-        "", "today for a chat template that writes the date, YYYY-MM-DD; empty: the day on which a run begins")
+        "", "today for a chat template that writes the date, YYYY-MM-DD; empty: the day on which a run began")
 
     def __post_init__(self):
         if isinstance(self.chat_template_kwargs, dict):   # of a settings file, or in Python
