@@ -151,15 +151,10 @@ def render(tokenizer, messages: list[dict], add_generation_prompt: bool) -> str:
 
 
 def dated_template(tokenizer) -> str | None:
-    """Return the chat template with the day tokenizer.today in place of calls of strftime_now, a clock.
-
-    None where there are no such calls, or no such day: the template of the tokenizer as it is.
-    """
-    day, template = getattr(tokenizer, "today", None), tokenizer.chat_template
-    if not day or "strftime_now" not in str(template):
-        return None
-    template = tokenizer.get_chat_template(tools=getattr(tokenizer, "tools", None))
-    return CLOCK.sub(lambda call: repr(day.strftime(call[2])), template)
+    """Return the chat template with the day tokenizer.today for the clock; None without such a day."""
+    day = getattr(tokenizer, "today", None)
+    template = day and tokenizer.get_chat_template(tools=getattr(tokenizer, "tools", None))
+    return template and CLOCK.sub(lambda call: repr(day.strftime(call[2])), template)
 
 
 def after_turn(tokenizer, reply: dict | None = None) -> str:

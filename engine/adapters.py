@@ -5,10 +5,8 @@ on asks for a newer one than there is.
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
@@ -56,18 +54,9 @@ def save_adapter(model: PreTrainedModel, tokenizer, folder, weights: dict[str, t
 
     model.peft_config["default"].save_pretrained(folder)
     adapter = {f"base_model.model.{name}": x for name, x in get_peft_model_state_dict(model, weights).items()}
-    metadata = {"format": "pt", "base": model.base_fingerprint}
-    save_file(adapter, folder / "adapter_model.safetensors", metadata)
+    known = {"format": "pt", "base": model.base_fingerprint}
+    save_file(adapter, folder / "adapter_model.safetensors", known)
     tokenizer.save_pretrained(folder)
-
-
-def fingerprint_of_base(folder: Path) -> str:
-    """Return the fingerprint of the model that an adapter was trained on; "": of a hub, or not saved here."""
-    file = folder / "adapter_model.safetensors"
-    if not file.exists():
-        return ""
-    with safe_open(file, "pt") as weights:
-        return (weights.metadata() or {}).get("base", "")
 
 
 class AdapterReference:

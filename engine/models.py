@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from torch.utils.checkpoint import checkpoint
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig, AutoModelForCausalLM,
@@ -93,19 +94,16 @@ def auto_class(config):
 
 
 def adapter_settings(path: str) -> dict:
-    """Return adapter_config.json of a folder that holds an adapter, with the place of its base; {} for any
-    other. Raises ValueError if another model is in that place.
-    """
+    """Return adapter_config.json of a folder that holds an adapter, with the place of its base; else {}."""
     file = Path(path) / "adapter_config.json"
     if not path or not file.exists():
         return {}
-    from engine.adapters import fingerprint_of_base       # here, as below: with an adapter alone
-
-    settings = json.loads(file.read_text())
+    settings, weights = json.loads(file.read_text()), file.with_name("adapter_model.safetensors")
     base = Path(settings["base_model_name_or_path"])
     places = [base, *(folder / base.name for folder in file.resolve().parents[1:3])]   # moved with its run
     found = [place for place in places if base.is_absolute() and place.is_dir()]       # no id of a hub
-    trained_on = fingerprint_of_base(file.parent)
+    known = safe_open(weights, "pt").metadata() if weights.exists() else None
+    trained_on = (known or {}).get("base", "")            # "": a model of a hub, or an adapter made elsewhere
     same = [place for place in found if trained_on in ("", fingerprint_of_model(place))]
     if found and not same:
         raise ValueError(

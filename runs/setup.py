@@ -286,17 +286,12 @@ def find_checkpoint(config: Config, folder: RunFolder, fingerprints: dict[str, s
     return checkpoint
 
 
-def compare_settings(
-    config: Config, checkpoint: Path, notify: Callable, fingerprints: dict[str, str] | None = None
-) -> None:
-    """Print which settings of a resumed run have changed.
-
-    Raises ValueError if its state does not fit, or if its data are others and no flag of theirs says so.
-    """
+def compare_settings(config: Config, checkpoint: Path, notify: Callable, fingerprints: dict) -> None:
+    """Print which settings of a resumed run have changed. Raises ValueError if state or data do not fit."""
     state, now = read_state(checkpoint, mmap=True), config.flags
     saved = {name: value for section in state["settings"].values() for name, value in section.items()}
     begun = state.get("fingerprints", {})                 # none in a checkpoint of an earlier version
-    others = {name: found for name, found in (fingerprints or {}).items() if begun.get(name, found) != found}
+    others = {name: found for name, found in fingerprints.items() if begun.get(name, found) != found}
     for settings in saved, now:
         settings["use_kl_penalty"] = settings["use_kl_penalty"] and settings["kl_penalty_coef"] > 0
     changed = [name for name in now if name != "output_dir" and now[name] != saved.get(name, now[name])]
