@@ -239,7 +239,7 @@ def set_up(
 def refuse_other_settings(config: Config, fingerprints: dict[str, str]) -> None:
     """Raise RunError, on all ranks, if their settings or examples differ."""
     settings = config.flags
-    for name in "output_dir", "model_path", "reward_functions", "environment":
+    for name in "output_dir", "model_path", "dataset", "eval_dataset", "reward_functions", "environment":
         del settings[name]                                # paths, of which each machine may have its own
     settings |= {name: value for name, value in fingerprints.items() if value}
     first, *others = all_gather_object(settings)
