@@ -171,12 +171,20 @@ def render(tokenizer, messages: list[dict], add_generation_prompt: bool, tools: 
         text = tokenizer.apply_chat_template(
             messages, tools=tools or getattr(tokenizer, "tools", None),
             add_generation_prompt=add_generation_prompt, tokenize=False,
+            chat_template=dated_template(tokenizer),
             **tokenizer.init_kwargs.get("chat_template_kwargs", {}),
         )
         text.encode()                                     # half of a surrogate pair cannot be tokenised
         return text
     except Exception as error:                            # a template may do anything
         raise ValueError(f"the chat template refuses the prompt {messages!r:.80}...: {error}") from None
+
+
+def dated_template(tokenizer) -> str | None:
+    """Return the chat template with the day tokenizer.today for the clock; None without such a day."""
+    day = getattr(tokenizer, "today", None)
+    template = day and tokenizer.get_chat_template(tools=getattr(tokenizer, "tools", None))
+    return template and CLOCK.sub(lambda call: repr(day.strftime(call[2])), template)
 
 
 def after_turn(tokenizer, reply: dict | None = None) -> str:
@@ -221,6 +229,7 @@ COLUMNS = {                     # the column names that are recognised, in order
     "answer": ("answer", "final_answer", "solution", "target", "answerKey"),
     "completion": ("completion", "response", "output", "canonical_solution"),
 }
+CLOCK = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")               # in a chat template
 BRACES = re.compile(r"\{([^{}]+)\}")                     # a column in a text that makes prompts
 
 

@@ -64,7 +64,7 @@ def sample_completions_for_prompts(
 
     prompts    strings, lists of chat messages, or lists of token ids
     config     has num_completions_per_prompt, generation_max_length (new tokens), generation_temperature
-               (0: the most likely token), generation_top_k (0: all), generation_top_p (1: all),
+               (0: the most likely token), generation_top_k (0: all), generation_top_p (1: all), and may have
                generation_min_p (0: all), generation_batch_size (completions at once, or a group; 0: all)
     seed       an integer; or a sequence with an integer or a tuple of integers for each prompt
     num_completions  G, if not the config's
@@ -74,7 +74,7 @@ def sample_completions_for_prompts(
     group_size = num_completions or config.num_completions_per_prompt
     prompt_ids = [encode_prompt(tokenizer, prompt) for prompt in prompts]
     uniforms = uniform_streams(seed, len(prompts), group_size, config.generation_max_length)
-    prompts_at_once = max(1, (config.generation_batch_size or len(uniforms)) // group_size)
+    prompts_at_once = max(1, (getattr(config, "generation_batch_size", 0) or len(uniforms)) // group_size)
     distribution = distribution_of(config)
     parts = []
     with sampling_mode(model):

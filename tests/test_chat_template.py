@@ -3,10 +3,14 @@
 import json
 import shutil
 from contextlib import nullcontext
+from dataclasses import replace
+from datetime import datetime
+from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ARCHITECTURES
+import train
+from conftest import ARCHITECTURES, quick_config
 
 from config import Config, GRPOConfig, ModelConfig
 from data import encode_demonstration, encode_prompt, prompt_of
@@ -16,9 +20,11 @@ from engine.models import load_any_policy, load_any_tokenizer, save_any_policy
 from model import byte_tokenizer
 from policy import Policy
 from runs.groups import sample_and_score
+from runs.setup import set_up
 from runs.startup_check import refuse_wrong_tokens
 from sample import demonstrations_as_rollout, stop_token_ids
 from sources import load_examples
+from sources.settings import resumed
 from sources.training_data import note_unused
 
 # As Qwen 3's: thoughts of turns before the last question are left out, a turn without thoughts gets empty ones, and
@@ -239,6 +245,23 @@ def test_a_special_token_without_text_is_no_special_token(base):
     tokenizer = load_any_tokenizer(ModelConfig(str(base)))
     tokenizer.unk_token = ""
     assert tokenizer.decode(encode_prompt(tokenizer, "1+1=?")) == OPEN
+
+
+def test_a_template_that_writes_the_date_writes_the_first_days_in_a_resumed_run(base, tmp_path, monkeypatch):
+    folder = shutil.copytree(base, tmp_path / "dated")
+    (folder / "chat_template.jinja").write_text("{% if strftime_now is defined %}{{ strftime_now('%d %b %Y %H:%M' ) }}{% endif %}" + TEMPLATE)
+    first = datetime.now()
+    for path, date, begins in (folder, f"{first:%Y-%m-%d}", f"{first:%d %b %Y} 00:00"), (base, "", OPEN):
+        config = quick_config(tmp_path / f"run{date}", model_path=str(path), max_steps=1, eval_limit=0, generation_max_length=2)
+        _, tokenizer = train.train(config)
+        prompt = encode_prompt(tokenizer, "1+1=?")
+        assert tokenizer.decode(prompt).startswith(begins)
+        with monkeypatch.context() as later:
+            later.setattr("model.date", SimpleNamespace(today=lambda: "2030-05-07"))
+            run = set_up(resumed(replace(config, training=replace(config.training, resume=True))))
+        assert encode_prompt(run.policy.tokenizer, "1+1=?") == prompt and run.config.model.chat_template_date == date
+    chosen = load(folder, chat_template_date="2024-07-26")
+    assert chosen.decode(encode_prompt(chosen, "1+1=?")).startswith("26 Jul 2024 00:00")
 
 
 def test_variables_may_be_an_object_in_python():
