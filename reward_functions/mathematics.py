@@ -23,6 +23,9 @@ UNIT = r"""(?xi: dollar|cent|euro|second|sec|minute|min|hour|hr|day|week|month|y
 POWER = r"(\^\{?[23]\}?)?"
 UNITS = rf"( |(?![A-Za-z]\b))((square|sq|cubic|per|{UNIT}){POWER}[ ./]+)*({UNIT}){POWER}$"    # after a number
 NAMES = r"((arc)?(sin|cos|tan)h?|cot|csc|ln|log|exp|pi|alpha|beta|gamma|theta|lambda|phi|omega|infty)"
+DEGREE = r"(?:°|\\degree|\^ ?\\circ|\^ ?\{ ?\\circ ?\})"
+ANGLE = rf"([\d.]+|[\d.]*\\?[A-Za-z]+|\([^()]*\)|(?<!\}})\{{[^{{}}]*\}}) *(?:{DEGREE}|degrees?\b)"
+ANGLES = r"(?<![A-Za-z])\\?(?:sin|cos|tan|cot|\\sec|\\csc)(?:(?!\\approx)[^=≈,])*"   # up to the result
 NOTATION = {                    # of keyboards and programs: as LaTeX
     r"∞|\b(inf|infinity|oo)\b": " infty ", "√": "sqrt", "[·⋅]": r"\\cdot ", "≈": r"\\approx ", r"\*\*": "^",
     r"\\sqrt ?\(": "sqrt(", r"(?<!\\)sqrt ?([\d.]+|[A-Za-z]\b)": r"\\sqrt{\1}", "varnothing": "emptyset",
@@ -30,8 +33,14 @@ NOTATION = {                    # of keyboards and programs: as LaTeX
     r"(\d+)\u2044(\d+)": r"\\frac{\1}{\2}", r"\b(\d+) (\d+)/(\d+)\b": r"\1\\frac{\2}{\3}",
     r"(?<=\d)[eE]([-+]?\d+)$": r"\\cdot 10^{\1}",
     r"(?<=\d) ?_": "b_",        # math-verify would ignore the base of 18_{8}
+    r"(\d*)\.(\d*)\\(?:overline|bar|dot) ?\{?(\d+)\}?": lambda decimal: as_fraction(*decimal.groups()),
     r"\\(approx|simeq) *(?=[-+]?\d*\.\d)": "=", "^ ?= ?": "",         # "\approx 18" is not 18
 }
+CODE = re.compile(r"\d[-/:]0\d|\b\d{1,2}:[0-5]\d\b|[A-Za-z]\d")           # 05/07, 7:15, H2O, not 10:7
+MOLECULE = re.compile(r"(?=.*_)(?=.*[A-Z].*[A-Z])\d*([A-Z][a-z]?(_\{?\d+\}?)?|[()])+")
+JOINED = re.compile(r"(\(\d+\) ?)?[\d.]+([-/:][\d.]+)+|\d+(\.\d+){2,}")       # digits and separators alone
+NUMBER = re.compile(r"(0|[1-9]\d*)?(\.\d+)?")
+ASSIGNMENT = re.compile(r" *(\\?[A-Za-z]\w*(?:\{\w+\})?(?:\([^()]*\))?) *=([^=]+)")
 
 
 def math_equality(completions, answer, **columns) -> list[float | None]:
@@ -50,9 +59,12 @@ def math_equality(completions, answer, **columns) -> list[float | None]:
     truths = [[extract_boxed(str(one)) or str(one) for one in row if one is not None] for row in rows]
     pairs = {(g, truth) for g, row in zip(given, truths, strict=True) for truth in row if g}
     equal = {pair: same_answer(*map(unwrap, pair)) for pair in pairs}
-    latex = {pair: tuple(map(as_latex, pair)) for pair in pairs if not equal[pair]}
-    read = {pair for pair, both in latex.items() if all(both) and not all(map(WORDS.fullmatch, both))}
-    equal |= compare_in_sandbox({pair: latex[pair] for pair in sorted(read)})
+    latex = {pair: tuple(map(as_latex, pair)) for pair in sorted(pairs) if not equal[pair]}
+    read = {pair: both for pair, both in latex.items() if all(both) and not all(map(WORDS.fullmatch, both))}
+    texts = {pair: [re.sub("[{}_ ]", "", one) for one in both] for pair, both in read.items()
+             if not all(map(is_arithmetic, both))}
+    equal |= {pair: same_answer(*both) for pair, both in texts.items()}
+    equal |= compare_in_sandbox({pair: both for pair, both in read.items() if pair not in texts})
     found = [{equal.get((g, one), False) for one in row} for g, row in zip(given, truths, strict=True)]
     unscored = [is_missing(truth) or isinstance(truth, dict) for truth in answer]
     return [None if skip else float(True in row) for row, skip in zip(found, unscored, strict=True)]
@@ -68,27 +80,63 @@ def as_latex(text: str) -> str | None:
         return None
     text = re.sub("[⁰¹²³⁴-ⁿ]+", r"^{\g<0>}", re.sub("[₀-₎]+", r"_{\g<0>}", unwrap(text)))
     text = unicodedata.normalize("NFKC", re.sub("[¼-¾⅐-⅞]", r" \g<0> ", text))
-    text = re.sub(r"\\?\$|(?<!\\)\\[()\[\] ,;:]|~|°|\\degree|\^\{?\\circ\}?", " ", text).strip(" €£")
+    radians = r"(\\frac{\1\\pi}{180})"
+    text = re.sub(ANGLES, lambda angles: re.sub(ANGLE, radians, angles[0]), text)
+    text = re.sub(rf"\\?\$|(?<!\\)\\[()\[\] ,;:]|~|{DEGREE}", " ", text).strip(" €£")
     text = re.sub(rf"((?<=[\d)}}])|(?<=\\pi)){UNITS}", "", " ".join(text.removesuffix(".").split()))
     for pattern, latex in NOTATION.items():
         text = re.sub(pattern, latex, text)
     joined = "or" if re.search(r"[<>]|\\[lg]e", text) else "and|or"     # "x < 1 and x > 3" is no list
     text = re.sub(rf",? ?\b({joined})\b", ",", text)
+    named = [ASSIGNMENT.fullmatch(part) for part in re.split(r",(?=[^,=<>]+=)", text)]
+    if all(named) and len({name[1] for name in named}) > 1:             # A=5, B=6: as the tuple (A, 5, B, 6)
+        text = f"({','.join(','.join(name.groups()) for name in sorted(named, key=lambda name: name[1]))})"
     unreadable = r"(?<!begin\{)(?<!end\{)(?<![\\A-Za-z])(?!sqrt\()[A-Za-z]{3,}|(?<!frac )(?<!_)\d \d|\\\w*box"
     return None if re.search(unreadable, text) else f"${text}$"         # "dog" would equal "god", "1 8" 9
+
+
+def as_fraction(whole: str, start: str, period: str) -> str:
+    """Return the decimal whole.start period period ... as LaTeX.
+
+    as_fraction("0", "1", "6") == "\\frac{15}{90}"
+    """
+    number = int(whole + start + period) - int(whole + start or "0")
+    return rf"\frac{{{number}}}{{{10 ** len(start) * (10 ** len(period) - 1)}}}"
+
+
+def is_arithmetic(latex: str) -> bool:
+    """Return False for dates, times, codes, chemical formulas and ranges, which are compared as text.
+
+    Of numbers joined by - / : alone these are arithmetic: 3/4, a ratio 3:4 but for a time, and a difference
+    10-7 that is not negative, since 7-10 is a range.
+    """
+    text = re.sub(r"\\[A-Za-z]+", " ", latex.strip("$"))
+    if CODE.search(text) or MOLECULE.fullmatch(text):
+        return False
+    numbers = re.split("[-/:]", text)
+    if not JOINED.fullmatch(text):
+        return True
+    if len(numbers) != 2 or not all(map(NUMBER.fullmatch, numbers)):
+        return False
+    return "-" not in text or float(numbers[0]) >= float(numbers[1])
 
 
 # Prints a line for each pair. By default math-verify reads "\neq 18" as 18, and "less" and "c" as units.
 COMPARE_TEMPLATE = '''
 import logging
 from math_verify import grader, parser, verify
-from sympy import Float, Rational
+from sympy import Float, I, Rational
 logging.disable()
 tex = parser.LatexExtractionConfig(normalization_config=parser.NormalizationConfig(malformed_operators=True))
 share, equal_matrices = grader.get_pct_val, grader.sympy_numeric_eq
+simplify_to_equal, compare_symbols = grader.sympy_symbolic_eq, grader.sympy_compare_symbols
+
+def complex_number(a):                                                     # math-verify reads i as a variable
+    return a.subs({{symbol: I for symbol in a.free_symbols if symbol.name == "i"}})
 
 def exact(a):
-    a = grader.safe_sympy_doit(a.xreplace({{f: Rational(str(f)) for f in a.atoms(Float)}}))
+    a = a.xreplace({{f: Rational(str(f)) for f in a.atoms(Float)}})
+    a = grader.safe_sympy_doit(complex_number(a))
     return a, a.is_Rational and pow(10, a.q.bit_length(), a.q) == 0        # has it a finite decimal?
 
 def equal_numbers(a, b, *digits):
@@ -103,7 +151,12 @@ def equal_numbers(a, b, *digits):
     parts = (x - y).evalf(20).as_real_imag() if (x - y).is_number and x - y != 0 else (x - y,)
     return all(part == 0 or part.is_Float and part._prec == 1 for part in parts)      # no digit in 100 places
 
-grader.sympy_numeric_eq = equal_numbers
+def equal_symbols(a, b):
+    return compare_symbols(a, b) or ("i" in (str(a), str(b)) and equal_numbers(a, b))
+
+grader.sympy_numeric_eq, grader.sympy_compare_symbols = equal_numbers, equal_symbols
+parser.should_treat_as_complex = lambda latex: False          # else x is another variable beside i
+grader.sympy_symbolic_eq = lambda a, b: simplify_to_equal(complex_number(a), complex_number(b))
 for given, truth in {pairs!r}:
     try:
         truth, given = (parser.parse(text, [tex], parsing_timeout={seconds}) for text in (truth, given))

@@ -102,6 +102,25 @@ def test_one_answer_is_read_in_all_its_forms_and_as_no_other_answer():
     assert len(crossed) == 110 and not any(verdicts(crossed))
 
 
+@needs_math_verify
+def test_what_is_no_arithmetic_is_compared_as_text():
+    wrong = pairs_of(r"""2020 | 2024-03-01 ; 2024-3-1 | 2024-03-01 ; 7 | 12-05 ; 3/2024 | 3/1/2024 ; 9/5 | 9:05 ; 7:15 | 14:30 ; 1/3 | 10:30 ; -679 | 555-1234 ; -1553 | 1-800-555-0199 ;
+        63698 | (555) 123-4567 ; -147451 | 978-3-16-148410-0 ; v1.1 | v1.10 ; 0.148 | 1.4.8 ; -10 | 10-20 ; OH2 | H2O ; H4C | CH4 ; OH_2 | H_2O ; 12B | B12 ; 7:15 am | 7:15 pm ;
+        6,5 | A=5,B=6 ; 5,6 | A=5,B=6 ; x=6,y=5 | x=5,y=6 ; a=5,b=6 | x=5,y=6 ; 3, 2 | f(1)=2, f(2)=3 ; 2 and 1 | x=1 and y=2""")
+    right = pairs_of(r"""3 | 10-7 ; 10-7 | 3 ; 3 - 10 | -7 ; 3.5 | 10-6.5 ; 7-5+1 | 3 ; 3:4 | 6:8 ; 16:9 | 16/9 ; 1e-05 | 1/100000 ; 10-20 minutes | 10-20 ; H₂O | H2O ; C_6H_{12}O_6 | C6H12O6 ;
+        (555)123-4567 | (555) 123-4567 ; x1 | x_1 ; B=6, A=5 | A=5,B=6 ; x=1/2, y=3 | y=3, x=0.5 ; A=(1,2), B=(3,4) | B=(3,4), A=(1,2) ; x=1, x=2 | 2, 1""")
+    assert [pair for pair, points in zip(wrong + right, verdicts(wrong + right)) if points != (pair in right)] == []
+
+
+@needs_math_verify
+def test_degrees_repeating_decimals_and_the_imaginary_unit_are_what_they_are():
+    wrong = pairs_of(r"""\sin 30 | \sin 30^\circ ; \sin 30 | 1/2 ; \sin x^\circ | \sin x ; 0.3 | 0.\overline{3} ; 3\overline{6} | 36 ; i | 1 ; i^2 | 1 ; 3+4i | 3-4i ; 3i | 3""")
+    right = pairs_of(r"""\sin 30^\circ | 1/2 ; 0.5 | sin(30°) ; \cos^2 45^{\circ} | 1/2 ; \frac{\sin 30^\circ}{2} | 1/4 ; \sin(15+15)^\circ | 1/2 ; \sin{30}^\circ | 1/2 ; \tan 45 degrees | 1 ;
+        30 degrees | 30^\circ ; \frac{90^\circ}{2} | 45 ; \tan^{-1}(3/4) \approx 36.87^\circ | 36.87 ; 1/3 | 0.\overline{3} ; -0.1\overline6 | -1/6 ; 12.3\overline{45} | 679/55 ; 0.\dot{3} | 1/3 ;
+        0 | e^{i\pi}+1 ; -1 | i^2 ; 2i | i+i ; |3+4i| | 5 ; (x+i)(x-i) | x^2+1 ; e^{i\theta} | \cos\theta+i\sin\theta ; z=3+4i | 4i+3 ; i=5 | 5 ; \sum_{i=1}^{n} i | \frac{n(n+1)}{2}""")
+    assert [pair for pair, points in zip(wrong + right, verdicts(wrong + right)) if points != (pair in right)] == []
+
+
 def test_a_long_answer_is_not_read():
     started = time.process_time()
     assert mathematics.as_latex("\\text{a}" * 15000) is mathematics.as_latex("1+" * 500 + "1") is None and mathematics.as_latex("1+" * 499 + "1")
