@@ -3,8 +3,12 @@ Helpers of the reward functions here: lists in the data, \\boxed{...} and fenced
 Those of tagged answers are in rewards.py. A model may print anything, so nothing here raises.
 """
 
+import ast
+import json
 import re
 import textwrap
+from contextlib import suppress
+from warnings import catch_warnings
 
 from rewards import extract_answer, is_missing
 
@@ -19,6 +23,14 @@ def as_texts(value) -> list[str]:
     """Return a list of the data as texts: [] if it is missing; a single text or number is a list of one."""
     single = isinstance(value, str | dict) or not hasattr(value, "__iter__")
     return list(map(str, [value] if single else value)) if not is_missing(value) else []
+
+
+def as_list(text: str) -> list | None:
+    """Return the list that a text is in JSON or Python, None if it is none: as_list("['7', '8']")."""
+    for parse in (json.loads, ast.literal_eval) if text.lstrip().startswith("[") else ():
+        with suppress(ValueError, SyntaxError, RecursionError, MemoryError), catch_warnings(action="ignore"):
+            return parsed if isinstance(parsed := parse(text.strip()), list) else None
+    return None
 
 
 def extract_boxed(text: str) -> str | None:

@@ -36,7 +36,7 @@ NOTATION = {                    # of keyboards and programs: as LaTeX
     r"(\d*)\.(\d*)\\(?:overline|bar|dot) ?\{?(\d+)\}?": lambda decimal: as_fraction(*decimal.groups()),
     r"\\(approx|simeq) *(?=[-+]?\d*\.\d)": "=", "^ ?= ?": "",         # "\approx 18" is not 18
 }
-CODE = re.compile(r"\d[-/:]0\d|\b\d{1,2}:[0-5]\d\b|[A-Za-z]\d")           # 05/07, 7:15, H2O, not 10:7
+CODE = re.compile(r"\b\d{1,2}:[0-5]\d\b|[A-Za-z]\d")                       # 7:15, H2O, but 7:5 is a ratio
 MOLECULE = re.compile(r"(?=.*_)(?=.*[A-Z].*[A-Z])\d*([A-Z][a-z]?(_\{?\d+\}?)?|[()])+")
 JOINED = re.compile(r"(\(\d+\) ?)?[\d.]+([-/:][\d.]+)+|\d+(\.\d+){2,}")       # digits and separators alone
 NUMBER = re.compile(r"(0|[1-9]\d*)?(\.\d+)?")

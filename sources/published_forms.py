@@ -9,10 +9,15 @@ from contextlib import suppress
 
 from data import BRACES, cell, choose_columns, demonstration
 from guards import split_prompt
-from reward_functions.answers import BOX, extract_boxed
+from reward_functions.answers import BOX, as_list, extract_boxed, unwrap
 from reward_functions.formats import LETTERS
+from rewards import as_number
 
 STATED = re.compile(r"\banswer(?: is:?|:)[ *]*(\S+?(?: \S+?){0,2})[.*]*\s*\Z", re.IGNORECASE)   # "Answer: 16"
+AFTER_HASHES = re.compile(r"(?<!#)####(?!#| *\d+ of \d) *([^\n]*[^\s.])\.?\s*\Z")
+COUNTED = re.compile(                     # "72 apples", not "72 million", "7 pm", "3 and a half" or "7 of 9"
+    r"([-+]?[$€£]?[\d.,]*\d(?: *%)?)(?: *[$€£]| +(?!([mbtr]+illion|hundred|thousand|dozen|and|or|to|[ap]m)\b)"
+    r"([A-Za-z]{2}|[mghsl]\b)[^\d]*)?")
 ANSWER_FIRST = re.compile(rf"[$ *]*({BOX.pattern}|(the )?(final )?answer\b)", re.IGNORECASE)
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant"}
 
@@ -30,7 +35,8 @@ def as_published(row, columns: dict[str, str]) -> dict:
             row.setdefault(name, row[column])             # for the reward function that needs this name
     choices, answer = text_choices(row), row.get("answer")
     if isinstance(answer, str | int | float):
-        row["answer"], reasoning = split_answer(answer, list(choices))
+        typed = str not in (type(row.get("choices")), type(row.get("options")))  # a CSV file has no types
+        row["answer"], reasoning = split_answer(answer, choices, typed)
         _, last_turn = split_prompt(row["prompt"])
         if reasoning and not row.get("completion") and not last_turn:
             row["completion"] = demonstration(reasoning, row["answer"])
@@ -88,19 +94,32 @@ def text_choices(row: dict) -> dict[str, str]:
     return {}
 
 
-def split_answer(answer, labels: list[str]) -> tuple[str, str]:
+def split_answer(answer, choices: dict[str, str], typed: bool = True) -> tuple[str | list[str], str]:
     """Return an answer, and the reasoning before it or "".
 
-    A solution is split whose last line is `#### 72` (GSM8K), which has a \\boxed{...} (MATH), of which the
-    last one counts, or which ends with "The answer is: 72." and at most three words in place of 72. An index
-    into the choices (MMLU) and a label (ARC) become a letter.
+    A label (ARC) and an index into the choices (MMLU) become a letter, the index also as "2" or 2.0; but a
+    text that is a choice itself is kept where columns are typed. A text that is a list of texts is read.
+
+    A solution is split whose last line ends with `#### 72` (GSM8K), which has a \\boxed{...} (MATH), of which
+    the last one counts, or which ends with "The answer is: 72." and at most three words in place of 72. After
+    #### may be any text; of a number with a unit the number is taken.
     """
     text = str(answer)
-    index = answer if type(answer) is int else labels.index(text) if text in labels else -1
-    if 0 <= index < len(labels):
-        return LETTERS[index], ""
-    if end := re.search(r"(?:^|\n)#### *([-+]?[$€£]?[\d,]*\.?\d+(?: *%)?)\s*\Z", text):
-        return end[1].replace(",", ""), re.sub(r"<<.*?>>", "", text[: end.start()]).strip()      # annotations
+    name, labels = re.sub(r"\.0$", "", text.strip()), list(choices)
+    if name in labels:
+        return LETTERS[labels.index(name)], ""
+    named = typed and isinstance(answer, str) and text in choices.values()
+    if name.isdecimal() and int(name) < len(labels) and not named:
+        return LETTERS[int(name)], ""
+    if texts := [one for one in as_list(text) or [] if isinstance(one, str)]:
+        return texts, ""
+    if end := AFTER_HASHES.search(text):
+        line = unwrap(end[1])
+        counted = COUNTED.fullmatch(line)
+        is_number = counted is not None and as_number(counted[1]) is not None
+        found = counted[1].replace(",", "") if is_number else split_answer(line, {})[0]
+        reasoning = re.sub(r"<<.*?>>", "", text[: end.start()]).strip()             # without annotations
+        return found, reasoning if isinstance(found, str) else ""
     stated = STATED.search(text)
     found = extract_boxed(text) or (stated and stated[1])
     return found or text, text if found and not ANSWER_FIRST.match(text) else ""
