@@ -8,13 +8,15 @@ import re
 from collections.abc import Callable
 from itertools import islice
 
-from data import demonstration
-from rewards import text_of
+from data import as_text, demonstration
+from reward_functions.answers import as_list
+from rewards import as_number, text_of
 from runs.groups import score
 from sample import demonstrations_as_rollout
 
 KINDS = "gold", "empty", "wrong", "form", "spam", "newline"     # columns of the table, see docs/rewards.md
 EXAMPLES = 16                   # number of examples in the table
+LETTERED = re.compile(r"(?<!\w)A[.):]\s?\S.*(?<!\w)B[.):]\s?\S", re.DOTALL)        # choices in a prompt
 
 
 def completions_of(example: dict, other: dict | None = None) -> dict[str, str]:
@@ -91,6 +93,22 @@ def flags_of(points: dict[str, float]) -> list[str]:
     return flags
 
 
+def doubtful_answers(examples: list[dict]) -> list[str]:
+    """Return a phrase for each kind of gold answer that may have been misread: "gold" in the table is made of
+    the answer as it was read, so it earns the full reward all the same.
+    """
+    golds = [example["answer"].strip() for example in examples if isinstance(example.get("answer"), str)]
+    lettered = [e["answer"] for e in examples if "answer" in e and LETTERED.search(as_text(e["prompt"]))]
+    kinds = {
+        "have several lines": [gold for gold in golds if "\n" in gold],
+        "are the text of a list": [gold for gold in golds if as_list(gold) is not None],
+        "are a number where the prompt offers letters": [
+            gold for gold in lettered if isinstance(gold, str) and as_number(gold) is not None],
+    }
+    return [f"{len(found)} of {len(examples)} answers {kind}, such as {found[0]!r:.60}: choose or correct "
+            "--answer_column" for kind, found in kinds.items() if found]
+
+
 def print_rewards(run) -> None:
     """Print the table of a run, unless its rewards are of conversations, or it has none but a teacher."""
     names = run.config.grpo.reward_functions
@@ -98,5 +116,6 @@ def print_rewards(run) -> None:
         examples = list(islice(run.train_set, EXAMPLES))
         table, flags = lint(
             run.reward_functions, run.config.grpo, examples, run.policy.model, run.policy.tokenizer)
+        flags += doubtful_answers(run.train_set)
         run.console.print("\n".join([*table, *(f"- {flag}" for flag in flags)]))
     run.console.print("the start-up check is ok")
