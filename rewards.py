@@ -102,7 +102,6 @@ def compute_rewards_for_completions(
     so all are started before the first is awaited.
     """
     import torch
-
     arguments = build_arguments(rollout, examples)
     count, shape = len(rollout.completions), (len(examples), -1)
     names = [name_of(function) for function in reward_functions]
@@ -122,7 +121,6 @@ def compute_rewards_for_completions(
 def weighted_sum(per_function: dict[str, "Tensor"], weights: list[float]) -> "Tensor":
     """Add up the points of each function (P, G) -> scores (P, G), with NaN for None as above."""
     import torch
-
     assert len(weights) == len(per_function), f"{len(weights)=} {list(per_function)=}"
     points = torch.stack(list(per_function.values()))                                   # (functions, P, G)
     skipped = points.isnan().all(dim=2, keepdim=True)             # the function does not apply to this group

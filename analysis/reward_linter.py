@@ -94,19 +94,19 @@ def flags_of(points: dict[str, float]) -> list[str]:
 
 
 def doubtful_answers(examples: list[dict]) -> list[str]:
-    """Return a phrase for each kind of gold answer that may have been misread: "gold" in the table is made of
-    the answer as it was read, so it earns the full reward all the same.
+    """Return a phrase for each kind of answer that may be misread. The table cannot show it: its gold is made
+    of the answer as it was read.
     """
-    golds = [example["answer"].strip() for example in examples if isinstance(example.get("answer"), str)]
-    lettered = [e["answer"] for e in examples if "answer" in e and LETTERED.search(as_text(e["prompt"]))]
+    rows = [(row["answer"], row["prompt"]) for row in examples if isinstance(row.get("answer"), str)]
+    numbers = [(answer, as_text(prompt)) for answer, prompt in rows if as_number(answer) is not None]
     kinds = {
-        "have several lines": [gold for gold in golds if "\n" in gold],
-        "are the text of a list": [gold for gold in golds if as_list(gold) is not None],
-        "are a number where the prompt offers letters": [
-            gold for gold in lettered if isinstance(gold, str) and as_number(gold) is not None],
+        "have several lines": [answer for answer, _ in rows if "\n" in answer.strip()],
+        "are the text of a list": [answer for answer, _ in rows if as_list(answer) is not None],
+        "are numbers while the prompt offers letters": [n for n, text in numbers if LETTERED.search(text)],
     }
-    return [f"{len(found)} of {len(examples)} answers {kind}, such as {found[0]!r:.60}: choose or correct "
-            "--answer_column" for kind, found in kinds.items() if found]
+    advice = "correct them, or choose another --answer_column"
+    return [f"{len(found)} of {len(examples)} answers {kind}, such as {found[0]!r:.60}: {advice}"
+            for kind, found in kinds.items() if found]
 
 
 def print_rewards(run) -> None:

@@ -4,11 +4,9 @@ Those of tagged answers are in rewards.py. A model may print anything, so nothin
 """
 
 import ast
-import json
 import re
 import textwrap
 from contextlib import suppress
-from warnings import catch_warnings
 
 from rewards import extract_answer, is_missing
 
@@ -26,11 +24,9 @@ def as_texts(value) -> list[str]:
 
 
 def as_list(text: str) -> list | None:
-    """Return the list that a text is in JSON or Python, None if it is none: as_list("['7', '8']")."""
-    for parse in (json.loads, ast.literal_eval) if text.lstrip().startswith("[") else ():
-        with suppress(ValueError, SyntaxError, RecursionError, MemoryError), catch_warnings(action="ignore"):
-            return parsed if isinstance(parsed := parse(text.strip()), list) else None
-    return None
+    """Return the list that a text is in JSON or Python, None for other texts: as_list("['7']") == ["7"]."""
+    with suppress(ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        return ast.literal_eval(text.strip()) if re.match(r"\s*\[.*\]\s*$", text, re.DOTALL) else None
 
 
 def extract_boxed(text: str) -> str | None:

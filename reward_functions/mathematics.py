@@ -33,13 +33,13 @@ NOTATION = {                    # of keyboards and programs: as LaTeX
     r"(\d+)\u2044(\d+)": r"\\frac{\1}{\2}", r"\b(\d+) (\d+)/(\d+)\b": r"\1\\frac{\2}{\3}",
     r"(?<=\d)[eE]([-+]?\d+)$": r"\\cdot 10^{\1}",
     r"(?<=\d) ?_": "b_",        # math-verify would ignore the base of 18_{8}
-    r"(\d*)\.(\d*)\\(?:overline|bar|dot) ?\{?(\d+)\}?": lambda decimal: as_fraction(*decimal.groups()),
+    r"(\d*)\.(\d*)\\(?:overline|bar|dot) ?\{?(\d+)\}?": lambda of:          # 0.1\overline{6}: 0.10 + 6/90
+        rf"({of[1]}.{of[2]}0+\frac{{{of[3]}}}{{{'9' * len(of[3])}{'0' * len(of[2])}}})",
     r"\\(approx|simeq) *(?=[-+]?\d*\.\d)": "=", "^ ?= ?": "",         # "\approx 18" is not 18
 }
-CODE = re.compile(r"\b\d{1,2}:[0-5]\d\b|[A-Za-z]\d")                       # 7:15, H2O, but 7:5 is a ratio
-MOLECULE = re.compile(r"(?=.*_)(?=.*[A-Z].*[A-Z])\d*([A-Z][a-z]?(_\{?\d+\}?)?|[()])+")
-JOINED = re.compile(r"(\(\d+\) ?)?[\d.]+([-/:][\d.]+)+|\d+(\.\d+){2,}")       # digits and separators alone
-NUMBER = re.compile(r"(0|[1-9]\d*)?(\.\d+)?")
+CODE = re.compile(                        # 7:15, but 7:5 is a ratio; H2O; H_2O; 2024-03-01, 1.2.3; 05/07
+    r"\b\d{1,2}:[0-5]\d\b|[A-Za-z]\d|^(?=.*_)(?=.*[A-Z].*[A-Z])\d*([A-Z][a-z]?(_\{?\d+\}?)?|[()])+$"
+    r"|^\d+(?P<mark>[-/:.])\d+((?P=mark)\d+)+$|^\(\d+\) ?\d+-\d+$|^(0\d+[-/:][\d.]+|[\d.]+[-/:]0\d+)$")
 ASSIGNMENT = re.compile(r" *(\\?[A-Za-z]\w*(?:\{\w+\})?(?:\([^()]*\))?) *=([^=]+)")
 
 
@@ -91,52 +91,35 @@ def as_latex(text: str) -> str | None:
     named = [ASSIGNMENT.fullmatch(part) for part in re.split(r",(?=[^,=<>]+=)", text)]
     if all(named) and len({name[1] for name in named}) > 1:             # A=5, B=6: as the tuple (A, 5, B, 6)
         text = f"({','.join(','.join(name.groups()) for name in sorted(named, key=lambda name: name[1]))})"
+    if not re.search(r"_\{?i|(?<![A-Za-z])i ?([=<>]|\\[lg]e)", text):    # no index, and not the value of i
+        symbols = r"(\\(?:begin|end)\{\w+\}|\\[A-Za-z]+)|i( ?\^)?"           # math-verify reads I^2 as I
+        text = re.sub(symbols, lambda one: one[1] or ("{I}^" if one[2] else "I"), text)
     unreadable = r"(?<!begin\{)(?<!end\{)(?<![\\A-Za-z])(?!sqrt\()[A-Za-z]{3,}|(?<!frac )(?<!_)\d \d|\\\w*box"
     return None if re.search(unreadable, text) else f"${text}$"         # "dog" would equal "god", "1 8" 9
-
-
-def as_fraction(whole: str, start: str, period: str) -> str:
-    """Return the decimal whole.start period period ... as LaTeX.
-
-    as_fraction("0", "1", "6") == "\\frac{15}{90}"
-    """
-    number = int(whole + start + period) - int(whole + start or "0")
-    return rf"\frac{{{number}}}{{{10 ** len(start) * (10 ** len(period) - 1)}}}"
 
 
 def is_arithmetic(latex: str) -> bool:
     """Return False for dates, times, codes, chemical formulas and ranges, which are compared as text.
 
-    Of numbers joined by - / : alone these are arithmetic: 3/4, a ratio 3:4 but for a time, and a difference
-    10-7 that is not negative, since 7-10 is a range.
+    is_arithmetic("10-7") and not is_arithmetic("7-10")         # a negative difference would be a range
     """
     text = re.sub(r"\\[A-Za-z]+", " ", latex.strip("$"))
-    if CODE.search(text) or MOLECULE.fullmatch(text):
-        return False
-    numbers = re.split("[-/:]", text)
-    if not JOINED.fullmatch(text):
-        return True
-    if len(numbers) != 2 or not all(map(NUMBER.fullmatch, numbers)):
-        return False
-    return "-" not in text or float(numbers[0]) >= float(numbers[1])
+    difference = re.fullmatch(r"(\d+\.?\d*)-(\d+\.?\d*)", text)
+    is_range = difference and float(difference[1]) < float(difference[2])
+    return not is_range and not CODE.search(text)
 
 
 # Prints a line for each pair. By default math-verify reads "\neq 18" as 18, and "less" and "c" as units.
 COMPARE_TEMPLATE = '''
 import logging
 from math_verify import grader, parser, verify
-from sympy import Float, I, Rational
+from sympy import Float, Rational
 logging.disable()
 tex = parser.LatexExtractionConfig(normalization_config=parser.NormalizationConfig(malformed_operators=True))
 share, equal_matrices = grader.get_pct_val, grader.sympy_numeric_eq
-simplify_to_equal, compare_symbols = grader.sympy_symbolic_eq, grader.sympy_compare_symbols
-
-def complex_number(a):                                                     # math-verify reads i as a variable
-    return a.subs({{symbol: I for symbol in a.free_symbols if symbol.name == "i"}})
 
 def exact(a):
-    a = a.xreplace({{f: Rational(str(f)) for f in a.atoms(Float)}})
-    a = grader.safe_sympy_doit(complex_number(a))
+    a = grader.safe_sympy_doit(a.xreplace({{f: Rational(str(f)) for f in a.atoms(Float)}}))
     return a, a.is_Rational and pow(10, a.q.bit_length(), a.q) == 0        # has it a finite decimal?
 
 def equal_numbers(a, b, *digits):
@@ -151,12 +134,7 @@ def equal_numbers(a, b, *digits):
     parts = (x - y).evalf(20).as_real_imag() if (x - y).is_number and x - y != 0 else (x - y,)
     return all(part == 0 or part.is_Float and part._prec == 1 for part in parts)      # no digit in 100 places
 
-def equal_symbols(a, b):
-    return compare_symbols(a, b) or ("i" in (str(a), str(b)) and equal_numbers(a, b))
-
-grader.sympy_numeric_eq, grader.sympy_compare_symbols = equal_numbers, equal_symbols
-parser.should_treat_as_complex = lambda latex: False          # else x is another variable beside i
-grader.sympy_symbolic_eq = lambda a, b: simplify_to_equal(complex_number(a), complex_number(b))
+grader.sympy_numeric_eq = equal_numbers
 for given, truth in {pairs!r}:
     try:
         truth, given = (parser.parse(text, [tex], parsing_timeout={seconds}) for text in (truth, given))

@@ -97,27 +97,25 @@ def text_choices(row: dict) -> dict[str, str]:
 def split_answer(answer, choices: dict[str, str], typed: bool = True) -> tuple[str | list[str], str]:
     """Return an answer, and the reasoning before it or "".
 
-    A label (ARC) and an index into the choices (MMLU) become a letter, the index also as "2" or 2.0; but a
-    text that is a choice itself is kept where columns are typed. A text that is a list of texts is read.
+    A label (ARC) or an index into the choices (MMLU), also as "2" or 2.0, becomes a letter; but where columns
+    are typed, a text that is a choice itself is kept. The text of a list of texts becomes the list.
 
-    A solution is split whose last line ends with `#### 72` (GSM8K), which has a \\boxed{...} (MATH), of which
-    the last one counts, or which ends with "The answer is: 72." and at most three words in place of 72. After
-    #### may be any text; of a number with a unit the number is taken.
+    A solution is split whose last line ends with `#### 72` (GSM8K; of a number with a unit, the number),
+    which has a \\boxed{...} (MATH), of which the last one counts, or which ends with "The answer is: 72." and
+    at most three words in place of 72.
     """
-    text = str(answer)
-    name, labels = re.sub(r"\.0$", "", text.strip()), list(choices)
-    if name in labels:
-        return LETTERS[labels.index(name)], ""
-    named = typed and isinstance(answer, str) and text in choices.values()
-    if name.isdecimal() and int(name) < len(labels) and not named:
-        return LETTERS[int(name)], ""
-    if texts := [one for one in as_list(text) or [] if isinstance(one, str)]:
+    text, labels = str(answer), list(choices)
+    name = text.strip().removesuffix(".0")
+    is_text = typed and isinstance(answer, str) and text in choices.values()
+    index = labels.index(name) if name in labels else int(name) if name.isdecimal() and not is_text else -1
+    if 0 <= index < len(labels):
+        return LETTERS[index], ""
+    if (texts := as_list(text)) and all(isinstance(one, str) for one in texts):
         return texts, ""
     if end := AFTER_HASHES.search(text):
-        line = unwrap(end[1])
-        counted = COUNTED.fullmatch(line)
-        is_number = counted is not None and as_number(counted[1]) is not None
-        found = counted[1].replace(",", "") if is_number else split_answer(line, {})[0]
+        found, _ = split_answer(unwrap(end[1]), {})
+        if (counted := COUNTED.fullmatch(str(found))) and as_number(counted[1]) is not None:
+            found = counted[1].replace(",", "")
         reasoning = re.sub(r"<<.*?>>", "", text[: end.start()]).strip()             # without annotations
         return found, reasoning if isinstance(found, str) else ""
     stated = STATED.search(text)

@@ -117,8 +117,8 @@ def test_check_prints_the_table_in_the_docs(capsys, monkeypatch):
 
 @pytest.mark.parametrize("answer,prompt,words", [
     ("Add them.\n72", "p", "have several lines, such as 'Add them.\\n72'"), ("[1, 2]", "p", "are the text of a list, such as '[1, 2]'"), ("['a'", "p", ""), ("[0, 1)", "p", ""), ("72\n", "p", ""),
-    ("2", "2*2?\nA. 2\nB. 3\nC. 4", "are a number where the prompt offers letters, such as '2'"), ("2.0", "2*2? A) 2 B) 3", "are a number"), ("2", "2*2? (A) 2 (B) 3", "are a number"),
-    ("2", [{"role": "user", "content": "2*2?\nA. 2\nB. 3"}], "are a number"), ("C", "2*2?\nA. 2\nB. 3\nC. 4", ""), ("2", "A has 2, B has 3.", ""), ("2", "Is USA. or AB. 2?", ""), (["1", "2"], "p", ""), (None, "p", ""),
+    ("2", "2*2?\nA. 2\nB. 3\nC. 4", "are numbers while the prompt offers letters, such as '2'"), ("2.0", "2*2? A) 2 B) 3", "are numbers"), ("2", "2*2? (A) 2 (B) 3", "are numbers"),
+    ("2", [{"role": "user", "content": "2*2?\nA. 2\nB. 3"}], "are numbers"), ("C", "2*2?\nA. 2\nB. 3\nC. 4", ""), ("2", "A has 2, B has 3.", ""), ("2", "Is USA. or AB. 2?", ""), (["1", "2"], "p", ""), (None, "p", ""),
 ])
 def test_gold_answers_that_may_be_misread_are_counted(answer, prompt, words):
     found = doubtful_answers([{"prompt": "3?", "answer": "3"}, {"prompt": prompt, "answer": answer}])
@@ -138,7 +138,7 @@ def test_check_scores_as_many_examples_as_it_says_and_none_of_conversations(caps
     printed = check(capsys, tmp_path, "--reward_functions", f"{tmp_path}/own.py:count")
     assert printed.count("called with") == 1 and f"called with {6 * EXAMPLES}\n" in printed and printed.endswith("the start-up check is ok\n")
     (tmp_path / "data.jsonl").write_text('{"prompt": "2*2? A. 3 B. 4", "answer": "4"}\n' * 20)
-    assert "- 20 of 20 answers are a number where" in check(capsys, tmp_path, "--dataset", f"{tmp_path}/data.jsonl", "--eval_limit", "0", "--cold_start_steps", "0")
+    assert "- 20 of 20 answers are numbers while" in check(capsys, tmp_path, "--dataset", f"{tmp_path}/data.jsonl", "--eval_limit", "0", "--cold_start_steps", "0")
     assert "| points |" not in check(capsys, tmp_path, *"--environment calculator --max_turns 2 --reward_functions environment".split())
     with pytest.raises(SystemExit) as stop:
         check(capsys, tmp_path, "--reward_functions", f"{tmp_path}/own.py:fussy")

@@ -37,7 +37,7 @@ def verdicts(pairs):
 
 
 @needs_math_verify
-def test_words_after_a_number_are_left_out_only_if_they_are_units():
+def test_words_after_a_number_are_left_out_only_if_they_are_units_and_other_signs_say_something_else():
     words = ["million", "thousand", "dozen", "factorial", "minus seven", "not", "less", "squared", "square", "east", "apples", "per", "c", "t"]
     assert verdicts([(f"18 {word}", "18") for word in words] + [(f"18 \\text{{ {word}}}", "18") for word in words]) == [0.0] * 28
     units = ["dollars", "Euros", "cents", "hours", "people", "years", "books", "miles per hour", "km/h", "m/s^2", "cm", "cm^2", "m²", "square units",
@@ -45,13 +45,8 @@ def test_words_after_a_number_are_left_out_only_if_they_are_units():
     assert verdicts([(f"18 {unit}", "18") for unit in units]) == [1.0] * len(units)
     assert verdicts([("18cm", "18"), ("$18$ dollars", "18"), ("36\\pi \\text{ cm}^2", "36\\pi"), ("18", "18 \\text{ ways}")]) == [1.0] * 4
 
-
-@needs_math_verify
-@pytest.mark.parametrize("given", [
-    "18 \\text{19}", "18_{8}", "18 _8", "\\neq 18", "\\not= 18", "\\approx 18", "> 18", "18/", "18^", "18²", "18₈", "10 8", "10\\,8", "17\n18", "$17$ $18$", "\\(17\\) \\(18\\)",
-])
-def test_what_says_something_else_than_18_is_not_18(given):
-    assert verdicts([(given, "18")]) == [0.0]
+    others = ["18 \\text{19}", "18_{8}", "18 _8", "\\neq 18", "\\not= 18", "\\approx 18", "> 18", "18/", "18^", "18²", "18₈", "10 8", "10\\,8", "17\n18", "$17$ $18$", "\\(17\\) \\(18\\)"]
+    assert verdicts([(given, "18") for given in others]) == [0.0] * len(others)
 
 
 def pairs_of(text):
@@ -117,7 +112,7 @@ def test_degrees_repeating_decimals_and_the_imaginary_unit_are_what_they_are():
     wrong = pairs_of(r"""\sin 30 | \sin 30^\circ ; \sin 30 | 1/2 ; \sin x^\circ | \sin x ; 0.3 | 0.\overline{3} ; 3\overline{6} | 36 ; i | 1 ; i^2 | 1 ; 3+4i | 3-4i ; 3i | 3""")
     right = pairs_of(r"""\sin 30^\circ | 1/2 ; 0.5 | sin(30°) ; \cos^2 45^{\circ} | 1/2 ; \frac{\sin 30^\circ}{2} | 1/4 ; \sin(15+15)^\circ | 1/2 ; \sin{30}^\circ | 1/2 ; \tan 45 degrees | 1 ;
         30 degrees | 30^\circ ; \frac{90^\circ}{2} | 45 ; \tan^{-1}(3/4) \approx 36.87^\circ | 36.87 ; 1/3 | 0.\overline{3} ; -0.1\overline6 | -1/6 ; 12.3\overline{45} | 679/55 ; 0.\dot{3} | 1/3 ;
-        0 | e^{i\pi}+1 ; -1 | i^2 ; 2i | i+i ; |3+4i| | 5 ; (x+i)(x-i) | x^2+1 ; e^{i\theta} | \cos\theta+i\sin\theta ; z=3+4i | 4i+3 ; i=5 | 5 ; \sum_{i=1}^{n} i | \frac{n(n+1)}{2}""")
+        0 | e^{i\pi}+1 ; -1 | i^2 ; 2i | i+i ; |3+4i| | 5 ; (x+i)(x-i) | x^2+1 ; e^{i\theta} | \cos\theta+i\sin\theta ; z=3+4i | 4i+3 ; i=5 | 5 ; \sum_{i=1}^{3} i | 6 ; a+bi | bi+a ; \begin{pmatrix}i^2\\1\end{pmatrix} | \begin{pmatrix}-1\\1\end{pmatrix} ; i | \sqrt{-1} ; x=i, x=-i | -i, i""")
     assert [pair for pair, points in zip(wrong + right, verdicts(wrong + right)) if points != (pair in right)] == []
 
 

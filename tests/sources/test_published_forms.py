@@ -175,7 +175,7 @@ def test_what_follows_the_last_hashes_of_the_last_line_is_the_answer(line, answe
 
 
 @pytest.mark.parametrize("answer,expected", [
-    ('["12"]', ["12"]), ("['12', 'x']", ["12", "x"]), ('["\\\\pi"]', ["\\pi"]), ("[0, 1]", "[0, 1]"), ("[0, 1)", "[0, 1)"), ("[]", "[]"), ('p #### ["12"]', ["12"]), ('{"a": 1}', '{"a": 1}'),
+    ('["12"]', ["12"]), ("['12', 'x']", ["12", "x"]), ('["\\\\pi"]', ["\\pi"]), ("[0, 1]", "[0, 1]"), ("[0, 1)", "[0, 1)"), ("[]", "[]"), ('["a", 1]', '["a", 1]'), ("[{[]: 1}]", "[{[]: 1}]"), ('p #### ["12"]', ["12"]), ('{"a": 1}', '{"a": 1}'),
 ])
 def test_a_text_that_is_a_list_of_texts_is_a_list(answer, expected):
     assert load_examples([{"prompt": "p", "answer": answer}]) == [{"prompt": "p", "answer": expected}]
