@@ -91,7 +91,7 @@ def as_latex(text: str) -> str | None:
     named = [ASSIGNMENT.fullmatch(part) for part in re.split(r",(?=[^,=<>]+=)", text)]
     if all(named) and len({name[1] for name in named}) > 1:             # A=5, B=6: as the tuple (A, 5, B, 6)
         text = f"({','.join(','.join(name.groups()) for name in sorted(named, key=lambda name: name[1]))})"
-    if not re.search(r"_\{?i|(?<![A-Za-z])i ?([=<>]|\\[lg]e)", text):    # no index, and not the value of i
+    if not re.search(r"(?<![A-Za-z])i ?([=<>]|\\([lg]e|in)\b)", text):     # an index or a variable
         symbols = r"(\\(?:begin|end)\{\w+\}|\\[A-Za-z]+)|i( ?\^)?"           # math-verify reads I^2 as I
         text = re.sub(symbols, lambda one: one[1] or ("{I}^" if one[2] else "I"), text)
     unreadable = r"(?<!begin\{)(?<!end\{)(?<![\\A-Za-z])(?!sqrt\()[A-Za-z]{3,}|(?<!frac )(?<!_)\d \d|\\\w*box"

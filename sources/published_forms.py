@@ -107,9 +107,9 @@ def split_answer(answer, choices: dict[str, str], typed: bool = True) -> tuple[s
     text, labels = str(answer), list(choices)
     name = text.strip().removesuffix(".0")
     is_text = typed and isinstance(answer, str) and text in choices.values()
-    index = labels.index(name) if name in labels else int(name) if name.isdecimal() and not is_text else -1
-    if 0 <= index < len(labels):
-        return LETTERS[index], ""
+    names = labels if name in labels or is_text else list(map(str, range(len(labels))))
+    if name in names:
+        return LETTERS[names.index(name)], ""
     if (texts := as_list(text)) and all(isinstance(one, str) for one in texts):
         return texts, ""
     if end := AFTER_HASHES.search(text):

@@ -118,7 +118,7 @@ def test_check_prints_the_table_in_the_docs(capsys, monkeypatch):
 @pytest.mark.parametrize("answer,prompt,words", [
     ("Add them.\n72", "p", "have several lines, such as 'Add them.\\n72'"), ("[1, 2]", "p", "are the text of a list, such as '[1, 2]'"), ("['a'", "p", ""), ("[0, 1)", "p", ""), ("72\n", "p", ""),
     ("2", "2*2?\nA. 2\nB. 3\nC. 4", "are numbers while the prompt offers letters, such as '2'"), ("2.0", "2*2? A) 2 B) 3", "are numbers"), ("2", "2*2? (A) 2 (B) 3", "are numbers"),
-    ("2", [{"role": "user", "content": "2*2?\nA. 2\nB. 3"}], "are numbers"), ("C", "2*2?\nA. 2\nB. 3\nC. 4", ""), ("2", "A has 2, B has 3.", ""), ("2", "Is USA. or AB. 2?", ""), (["1", "2"], "p", ""), (None, "p", ""),
+    ("2", [{"role": "user", "content": "2*2?\nA. 2\nB. 3"}], "are numbers"), ("C", "2*2?\nA. 2\nB. 3\nC. 4", ""), ("2", "A has 2, B has 3.", ""), ("2", "Is it USA. or B. 2?", ""), ("2", "Is it A. Smith or AB. 2?", ""), (["1", "2"], "p", ""), (None, "p", ""),
 ])
 def test_gold_answers_that_may_be_misread_are_counted(answer, prompt, words):
     found = doubtful_answers([{"prompt": "3?", "answer": "3"}, {"prompt": prompt, "answer": answer}])
