@@ -17,6 +17,8 @@ The second command shows the points of right, wrong, empty and cheating completi
 of each, B = P*G with those of a prompt adjacent, T tokens.
 """
 
+from __future__ import annotations
+
 import math
 import re
 from collections.abc import Callable
@@ -82,7 +84,7 @@ def explanation_quality(completions, **columns) -> list[float]:
 
 def compute_rewards_for_completions(
     reward_functions: list[Callable], weights: list[float], rollout, examples: list[dict]
-) -> tuple["Tensor", dict[str, "Tensor"]]:
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Score every completion with every function, and add up: score = sum of weight * points.
 
     rollout   has completions (B texts or conversations), completion_ids and completion_mask (B, T)
@@ -102,6 +104,7 @@ def compute_rewards_for_completions(
     so all are started before the first is awaited.
     """
     import torch
+
     arguments = build_arguments(rollout, examples)
     count, shape = len(rollout.completions), (len(examples), -1)
     names = [name_of(function) for function in reward_functions]
@@ -118,9 +121,10 @@ def compute_rewards_for_completions(
     return weighted_sum(per_function, weights).masked_fill(failed.view(shape), torch.nan), per_function
 
 
-def weighted_sum(per_function: dict[str, "Tensor"], weights: list[float]) -> "Tensor":
+def weighted_sum(per_function: dict[str, Tensor], weights: list[float]) -> Tensor:
     """Add up the points of each function (P, G) -> scores (P, G), with NaN for None as above."""
     import torch
+
     assert len(weights) == len(per_function), f"{len(weights)=} {list(per_function)=}"
     points = torch.stack(list(per_function.values()))                                   # (functions, P, G)
     skipped = points.isnan().all(dim=2, keepdim=True)             # the function does not apply to this group
@@ -210,7 +214,7 @@ def build_arguments(rollout, examples: list[dict]) -> dict[str, list]:
     )
 
 
-def select_tokens(values: "Tensor", mask: "Tensor") -> list[list]:
+def select_tokens(values: Tensor, mask: Tensor) -> list[list]:
     """Return the values (rows, T) where the mask is True, a list for each row."""
     return [row[chosen].tolist() for row, chosen in zip(values, mask, strict=True)]
 
