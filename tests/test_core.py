@@ -58,7 +58,7 @@ tokenizer = SimpleNamespace(pad_token_id=0, eos_token_id=1, bos_token_id=2, deco
 assert len(sample_completions_for_prompts(model, tokenizer, [[5, 6], [7]], config, seed=0).completions) == 4""",
     "a whole loop": "import policy, experience, config, model",    # and examples/minimal.py below
     "run_python": "from reward_functions.sandbox import run_python; assert run_python('print(1 + 1)').stdout == '2\\n'",
-    "math_equality": "from reward_functions.mathematics import math_equality as f\nassert f([r'\\\\boxed{1/2}'], answer=['0.5']) == [1.0]",
+    "math_equality": "import sys; sys.modules['torch'] = None\nfrom reward_functions.mathematics import math_equality as f\nassert f([r'\\\\boxed{1/2}'], answer=['0.5']) == [1.0]",
 }
 
 
@@ -70,7 +70,7 @@ def test_what_the_readme_says_to_copy_works_in_an_empty_folder_and_needs_no_othe
     run(tmp_path, "-c", COPIED[name])
     ours = {file.partition("/")[0].removesuffix(".py") for file in files} | {"reward_functions"}
     used = set().union(*(imports_of(file.removesuffix(".py")) for file in files)) - ours - {*sys.stdlib_module_names}
-    assert packages == used | ({"math-verify"} if name == "math_equality" else set())
+    assert packages == ({"math-verify"} if name == "math_equality" else used)    # torch is imported where tensors are made
 
 
 @pytest.mark.parametrize("package", ["", "theirs"])
