@@ -16,7 +16,9 @@ import json
 import math
 import operator
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import date
 from typing import Any, Literal, get_args, get_origin
 
 from grpo import BASELINES, LOSSES, SCALES
@@ -50,17 +52,19 @@ class ModelConfig:
     chat_template_kwargs: str = flag(
         "", 'variables of the chat template, as JSON: {"enable_thinking": false}; empty: those that the '
         "model was trained with here before, else none")
+    chat_template_date: str = flag(
+        "", "today for a chat template that writes the date, YYYY-MM-DD; empty: the day on which a run began")
 
     def __post_init__(self):
         if isinstance(self.chat_template_kwargs, dict):   # of a settings file, or in Python
             object.__setattr__(self, "chat_template_kwargs", json.dumps(self.chat_template_kwargs))
         check_values(self)
-        try:
-            is_object = isinstance(json.loads(self.chat_template_kwargs or "{}"), dict)
-        except ValueError:
-            is_object = False
+        is_object = is_read_as(dict, json.loads, self.chat_template_kwargs or "{}")
+        is_day = is_read_as(date, date.fromisoformat, self.chat_template_date or "2026-01-31")
         fix = 'must be a JSON object of the template\'s own variables, such as {"enable_thinking": false}'
-        reject(self, ("chat_template_kwargs", not is_object, fix))
+        reject(
+            self, ("chat_template_kwargs", not is_object, fix),
+            ("chat_template_date", not is_day, "must be a day such as 2026-01-31"))
 
 
 @dataclass(frozen=True)
@@ -381,6 +385,14 @@ def has_type(value, kind) -> bool:
     if isinstance(value, bool):
         return kind is bool
     return isinstance(value, (int, float) if kind is float else kind)
+
+
+def is_read_as(kind: type, read: Callable, text: str) -> bool:
+    """Return True if a function reads a text as a value of a type."""
+    try:
+        return isinstance(read(text), kind)
+    except ValueError:
+        return False
 
 
 def expected_value(name: str, value, kind) -> str:

@@ -7,6 +7,7 @@ An example is a dict. "prompt" is always in it, the others where known; more col
     answer      "132", which rewards compare with
     completion  "<reasoning>...</reasoning><answer>132</answer>", a demonstration for supervised training, or
                 the messages of a conversation
+    tools       schemas of functions, for the chat template
 
 Everything that only validates or corrects wrong input is in guards.py.
 
@@ -17,9 +18,15 @@ sources.load_examples reads them. Conversations: environments/messages.py.
 import random
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
-from guards import parse_json, refuse_lost_text, require_sequence, validate_examples, without_special_tokens
+import numpy as np
+
+from guards import (
+    messages_in_text, parse_json, read_message, read_tools, refuse_lost_text,
+    require_sequence, validate_examples, without_special_tokens,
+)
 
 
 def load_examples(
@@ -49,10 +56,11 @@ def arithmetic(split: str, seed: int) -> list[dict]:
     ]
 
 
-def encode_prompt(tokenizer, prompt: str | list) -> list[int]:
+def encode_prompt(tokenizer, prompt: str | list, tools=None) -> list[int]:
     """Encode a prompt up to the start of the completion, with the chat template if the tokenizer has one.
 
     prompt   text, chat messages, or token ids (returned unchanged)
+    tools    of the example, in place of tokenizer.tools
     returns  token ids with one BOS token: the template's if there is a template, else the tokenizer's
 
     The text of special tokens is removed from messages but the assistant's; without a template, a text keeps
@@ -60,15 +68,14 @@ def encode_prompt(tokenizer, prompt: str | list) -> list[int]:
     """
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
         return prompt
-    if isinstance(prompt, str) and not tokenizer.chat_template:
-        return tokenizer(prompt).input_ids
-    messages = without_special_tokens(tokenizer, as_messages(prompt))
-    if tokenizer.chat_template:
-        text = render(tokenizer, messages, add_generation_prompt=True)
-    else:
-        text = f"{as_text(messages)}\nassistant: "
-    refuse_lost_text(messages, text)
+    text = render_prompt(tokenizer, prompt, tools)
     return tokenizer(text, add_special_tokens=not tokenizer.chat_template).input_ids
+
+
+def prompt_of(tokenizer, example: dict) -> str | list:
+    """Return the prompt of an example for Policy.sample: token ids if its tools belong to it."""
+    tools = example.get("tools") and read_tools(example.get("tools"))
+    return encode_prompt(tokenizer, example["prompt"], tools) if tools else example["prompt"]
 
 
 def encode_demonstration(
@@ -123,30 +130,61 @@ class Batches:
 
 def as_messages(prompt: str | list[dict]) -> list[dict]:
     """Return a prompt as chat messages: text is the user's."""
-    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    return list(map(read_message, prompt))
 
 
 def as_text(messages: str | list[dict]) -> str:
     """Return a prompt as text: a line for each message."""
     if isinstance(messages, str):
         return messages
-    return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
+    return "\n".join(f"{message['role']}: {message['content'] or ''}" for message in messages)
 
 
-def render(tokenizer, messages: list[dict], add_generation_prompt: bool) -> str:
-    """Render a conversation as text, with the tools in tokenizer.tools and --chat_template_kwargs, if any.
+def render_prompt(tokenizer, prompt: str | list[dict], tools=None) -> str:
+    """Return the text that encode_prompt encodes."""
+    if isinstance(prompt, str) and not tokenizer.chat_template:
+        return prompt
+    messages = without_special_tokens(tokenizer, as_messages(prompt))
+    if not tokenizer.chat_template:
+        return f"{as_text(messages)}\nassistant: "
+    tools = without_special_tokens(tokenizer, read_tools(tools))
+    text = render(tokenizer, messages, True, tools)
+    try:
+        refuse_lost_text(messages, text)
+        return text
+    except ValueError:                                    # templates of some vision models write parts alone
+        parts = [m | {"content": [{"type": "text", "text": m["content"] or ""}]} for m in messages]
+        with suppress(ValueError):
+            refuse_lost_text(messages, text := render(tokenizer, parts, True, tools))
+            return text
+        raise
+
+
+def render(tokenizer, messages: list[dict], add_generation_prompt: bool, tools: list | None = None) -> str:
+    """Render a conversation as text, with tools or those in tokenizer.tools, and --chat_template_kwargs.
 
     Raises ValueError for messages that the template rejects, such as a system message in Gemma 2's.
     """
     try:
         text = tokenizer.apply_chat_template(
-            messages, tools=getattr(tokenizer, "tools", None), add_generation_prompt=add_generation_prompt,
-            tokenize=False, **tokenizer.init_kwargs.get("chat_template_kwargs", {}),
+            messages, tools=tools or getattr(tokenizer, "tools", None),
+            add_generation_prompt=add_generation_prompt, tokenize=False,
+            chat_template=dated_template(tokenizer),
+            **tokenizer.init_kwargs.get("chat_template_kwargs", {}),
         )
         text.encode()                                     # half of a surrogate pair cannot be tokenised
         return text
     except Exception as error:                            # a template may do anything
         raise ValueError(f"the chat template refuses the prompt {messages!r:.80}...: {error}") from None
+
+
+def dated_template(tokenizer) -> str | None:
+    """Return the chat template with the day tokenizer.today for the clock; None without such a day."""
+    day = getattr(tokenizer, "today", None)
+    template = day and tokenizer.get_chat_template(tools=getattr(tokenizer, "tools", None))
+    return template and CLOCK.sub(lambda call: repr(day.strftime(call[2])), template)
 
 
 def after_turn(tokenizer, reply: dict | None = None) -> str:
@@ -185,12 +223,29 @@ def demonstration(reasoning: str, answer: str | int) -> str:
 
 # ---- rows, and columns under other names -------------------------------------------------------------------
 
+NARROW = "float16", "float32"   # types of numbers with fewer digits than Python's
 COLUMNS = {                     # the column names that are recognised, in order of precedence
     "prompt": ("prompt", "question", "problem", "instruction", "messages", "conversations"),
     "answer": ("answer", "final_answer", "solution", "target", "answerKey"),
     "completion": ("completion", "response", "output", "canonical_solution"),
 }
-BRACES = re.compile(r"\{(\w+)\}")                        # a column in a text that makes prompts
+CLOCK = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")               # in a chat template
+BRACES = re.compile(r"\{([^{}]+)\}")                     # a column in a text that makes prompts
+
+
+class Row(dict):
+    """An example that records in `read` which columns `get` has read, so that a run can name the others."""
+
+    def __init__(self, columns: Mapping, read: Iterable[str] = ()):
+        super().__init__(columns)
+        self.read = set(read)
+
+    def get(self, name: str, default=None):
+        self.read.add(name)
+        return super().get(name, default)
+
+    def __or__(self, other: dict) -> "Row":
+        return Row({**self, **other}, self.read | other.keys())
 
 
 def read_source(source: str | Sequence, split: str, seed: int, columns: dict[str, str]) -> Iterable[dict]:
@@ -222,11 +277,11 @@ def read_json_lines(path: str) -> list:
     return rows
 
 
-def choose_columns(row, columns: dict[str, str]) -> dict:
+def choose_columns(row, columns: dict[str, str]) -> Row:
     """Return a row with prompt, answer and completion under these names: the named column, else the first of
     COLUMNS with a value. A field of an object can be named as a path: reward_model.ground_truth.
     """
-    row = dict(row) if isinstance(row, Mapping) else {"prompt": row}
+    row = Row(row if isinstance(row, Mapping) else {"prompt": row})
     names = f"the row has columns {', '.join(row) or 'none'}"
     found = {}
     for name, candidates in COLUMNS.items():
@@ -235,7 +290,8 @@ def choose_columns(row, columns: dict[str, str]) -> dict:
             raise ValueError(f"--{name}_column={chosen}: {names}")
         free = (c for c in candidates if c not in columns.values() and row.get(c) is not None)
         if column := chosen or next(free, None):
-            found[name] = cell(row, column)
+            value = cell(row, column)
+            found[name] = value if name == "answer" else messages_in_text(value)
     if "prompt" not in found:
         raise ValueError(
             f"{names}; it needs a value in one of {', '.join(COLUMNS['prompt'])}, or --prompt_column, a name "
@@ -245,12 +301,31 @@ def choose_columns(row, columns: dict[str, str]) -> dict:
 
 def cell(row: dict, column: str):
     """Return the value in a column; else that in a field of an object, "a.b" of {"a": {"b": 1}}; else a text
-    whose columns in braces are filled in; else None. Arrays and tensors become lists and numbers.
+    whose columns in braces are filled in; else None.
+
+    Braces with something else than a column stay, such as {"x": 1}, unless they hold a single word.
     """
-    used = BRACES.findall(column)
-    if used and column not in row and row.keys() >= set(used):
-        return BRACES.sub(lambda match: "" if row[match[1]] is None else str(row[match[1]]), column)
+    names = {} if column in row else dict.fromkeys(BRACES.findall(column))
+    known = [name for name in names if name in row or cell(row, name) is not None]
+    if known and not any(name.isidentifier() for name in names.keys() - known):
+        texts = {name: "" if (value := cell(row, name)) is None else str(value) for name in known}
+        return BRACES.sub(lambda match: texts.get(match[1], match[0]), column)
     head, _, field = column.partition(".")
     inside = row.get(head) if field and column not in row else None
-    value = cell(inside, field) if isinstance(inside, Mapping) else row.get(column)
-    return value.tolist() if hasattr(value, "tolist") else value
+    return cell(inside, field) if isinstance(inside, Mapping) else as_value(row.get(column))
+
+
+def as_value(value):
+    """Return a cell in types of Python: bytes as text, arrays and tensors as lists or numbers, a float32 of
+    0.1 as 0.1.
+    """
+    if isinstance(value, bytes):
+        return value.decode(errors="replace")
+    if isinstance(value, list):
+        return list(map(as_value, value))
+    if isinstance(value, dict):
+        return {name: as_value(entry) for name, entry in value.items()}
+    kind = str(getattr(value, "dtype", "")).removeprefix("torch.")
+    if kind in NARROW:                                    # by the digits that tell it from its neighbours
+        return np.array(value.tolist(), kind).astype(str).astype(float).tolist()
+    return as_value(value.tolist()) if hasattr(value, "tolist") else value

@@ -122,6 +122,7 @@ def policy_loss(
     """
     token_losses, clipped, log_ratio = token_loss(                               # (B, T) each
         logp, old_logp, advantages, mask, loss_type=loss_type, **options)
+    assert weights is None or weights.shape == mask.shape, f"{weights.shape=} {mask.shape=}"
     aggregation = LOSSES[loss_type].aggregation
     weights = token_weights(mask, aggregation) if weights is None else weights * mask
     ratio = log_ratio.clamp(-20, 20).exp()                                       # 1 where mask is False
@@ -149,10 +150,10 @@ def token_loss(
     if unknown := sorted(options.keys() - LOSSES[loss_type].bounds):
         raise ValueError(f"{loss_type} has no option {unknown}; its options: {[*LOSSES[loss_type].bounds]}")
     advantages = advantages[:, None] if advantages.ndim == 1 else advantages     # (B, 1)
-    if len(advantages) != len(mask) or advantages.shape[1] not in (1, mask.shape[1]):
+    if advantages.shape not in (mask.shape, (len(mask), 1)):
         raise ValueError(
             f"advantages must be (B,), (B, 1) or (B, T), got {tuple(advantages.shape)} for (B, T) = "
-            f"{tuple(mask.shape)}; flatten those of compute_group_advantages, (P, G)")
+            f"{tuple(mask.shape)}; flatten those of compute_group_advantages, (P, G), by .view(-1, 1)")
     # Mask before exp(): padding may hold -inf, and nan * 0 is nan, in the gradient as well.
     log_ratio = torch.where(mask, logp - old_logp, 0.0)                          # (B, T), 0 on policy
     loss, clipped = LOSSES[loss_type].per_token(                                 # (B, T) each
@@ -175,8 +176,11 @@ def clipped_loss(
 
         -max(min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A), dual_clip * A if A < 0 else -inf)
 
-    Returns loss and clipped, (B, T) each; unused holds what only other losses take.
+    log_ratio (B, T);  advantages (B, 1) or (B, T). Returns loss and clipped, (B, T) each; unused holds what
+    only other losses take.
     """
+    if advantages.shape not in (log_ratio.shape, (len(log_ratio), 1)):           # (1, G) would fit T = G
+        raise ValueError(f"advantages {tuple(advantages.shape)} must be (B, 1) or (B, T): .view(-1, 1)")
     # The gradient is 0 for a token whose ratio has left the interval in the direction of A; outside on the
     # other side it has one, unless dual_clip removes it: where A < 0 and the ratio is large.
     ratio = log_ratio.clamp(-20, 20).exp()                # at most e^20: inf * 0 would be NaN
@@ -223,6 +227,7 @@ def token_weights(
     returns       (B, T) float32, 0 where mask is False. All but constant sum to 1
     """
     lengths = mask.sum(dim=1, keepdim=True)                                      # (B, 1)
+    assert group_tokens is None or group_tokens.ndim != 1, f"{group_tokens.shape=} must be (B, 1)"
     num_sequences = (lengths > 0).sum().clamp(min=1)
     if aggregation == "token_mean":
         divisor = lengths.sum().clamp(min=1)
@@ -242,6 +247,7 @@ def token_weights(
 
 def weighted_loss(x: Tensor, weights: Tensor) -> Tensor:
     """Add up x * weights, (B, T) each. Where the weight is 0, x may be -inf or NaN; its gradient may not."""
+    assert x.shape == weights.shape, f"{x.shape=} {weights.shape=}"
     return (torch.where(weights != 0, x, 0.0) * weights).sum()
 
 
@@ -266,6 +272,7 @@ def kl_penalty(
     of KL(policy || reference) for k2 and for ratio * k3; and that of KL(reference || policy) for k3. So pass
     ratio where the penalty is part of a loss. J. Schulman, "Approximating KL divergence", 2020.
     """
+    assert logp.shape == ref_logp.shape, f"{logp.shape=} {ref_logp.shape=}"
     x = ref_logp - logp
     estimators = {"k1": -x, "k2": x.square() / 2, "k3": torch.expm1(x) - x}
     if estimator not in estimators:
@@ -295,6 +302,7 @@ def importance_weights(trainer_logp: Tensor, sampling_logp: Tensor, mask: Tensor
     trainer_logp, sampling_logp  (B, T) nats before the first update; anything in padding
     returns  (B, T) without gradient, 1 in padding. Truncated importance sampling: Ionides 2008, JCGS 17.
     """
+    assert trainer_logp.shape == sampling_logp.shape, f"{trainer_logp.shape=} {sampling_logp.shape=}"
     return torch.where(mask, trainer_logp - sampling_logp, 0.0).detach().exp().clamp(max=cap)
 
 
@@ -315,6 +323,8 @@ def value_loss(
     weights  (B, T) as for policy_loss; None: a mean over tokens
     returns  a scalar. PPO's value clipping: arXiv:2005.12729 sec. 3.
     """
+    assert values.shape == old_values.shape == returns.shape, f"{old_values.shape=} {returns.shape=}"
+    assert weights is None or weights.shape == mask.shape, f"{weights.shape=} {mask.shape=}"
     near = old_values + (values - old_values).clamp(-clip, clip)
     error = 0.5 * torch.maximum((values - returns).square(), (near - returns).square())
     return weighted_loss(error, token_weights(mask) if weights is None else weights * mask)
@@ -352,7 +362,8 @@ def generalized_advantage_estimation(
 
 # ---- other losses ------------------------------------------------------------------------------------------
 # token_loss gives each function logp, log_ratio (both 0 where mask is False), advantages, mask, clip_low and
-# clip_high. Parameters after * are options, with bounds in LOSSES; unused holds what only other losses take.
+# clip_high, with advantages (B, 1) or (B, T). Parameters after * are options, with bounds in LOSSES; unused
+# holds what only other losses take.
 # Each returns (B, T) the loss, and clipped (bool): its gradient is 0, or the weight of the token is capped.
 
 

@@ -3,11 +3,15 @@ Guards against wrong input, for data.py: rows that are not examples, text that a
 special tokens in a user's text. Each function raises ValueError, one line, or returns the corrected input.
 """
 
+import ast
 import json
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from itertools import islice
+
+OUTPUT = "tool_calls", "function_call", "reasoning_content", "reasoning", "thinking"    # beside content
 
 
 def require_sequence(source) -> Sequence:
@@ -55,16 +59,16 @@ def validate_example(row: dict) -> dict:
     """Return a row with columns of the types that the program reads. Raises ValueError for other types.
 
         prompt      text or chat messages; the assistant's last message becomes the completion
-        completion  text, or the messages of a conversation
+        completion  text, or the messages of a conversation, also one with more than content; None if blank
         answer      text, a list or a dict: 72 becomes "72", an array its elements
     """
     prompt, last_turn = split_prompt(row["prompt"])
     completion, answer = row.get("completion"), row.get("answer")
     example = row | {"prompt": prompt}
     if last_turn:
-        if completion not in (None, last_turn["content"]):
+        if completion is not None and read_completion(completion) != read_completion([last_turn]):
             raise ValueError("a completion, and a prompt that ends with one; leave one out")
-        completion = last_turn["content"]
+        completion = [last_turn]
     if completion is not None:
         example["completion"] = read_completion(completion)
     if answer is not None and not isinstance(answer, str | dict):
@@ -78,44 +82,102 @@ def split_prompt(prompt) -> tuple[str | list[dict], dict | None]:
         raise ValueError(f"the prompt must be text or chat messages, not {type(prompt).__name__}: {prompt!r}")
     last_turn = None
     if isinstance(prompt, list):
-        if not all(isinstance(message, dict) and {"role", "content"} <= message.keys() for message in prompt):
-            raise ValueError('chat messages must look like {"role": "user", "content": "..."}')
+        prompt = list(map(read_message, prompt))
         if prompt and prompt[-1]["role"] == "assistant":
             *prompt, last_turn = prompt
-    if not prompt or (isinstance(prompt, str) and not prompt.strip()):
+    texts = [prompt] if isinstance(prompt, str) else [message["content"] or "" for message in prompt]
+    if not "".join(texts).strip():
         raise ValueError("the prompt is empty")
     return prompt, last_turn
 
 
 def read_completion(completion) -> str | list[dict] | None:
-    """Return a completion: text, also of an assistant's message alone, or the messages of a conversation."""
+    """Return a completion: text, also of an assistant's message alone, or the messages of a conversation.
+
+    A message with one of OUTPUT stays a message. Blank text is no completion: None.
+    """
     match completion:
         case str():
-            return completion
-        case [{"content": str() | [{"text": str()}, *_] as content}]:            # a message, its parts
-            return "".join(texts_of(content))
-        case [{"text": str()}, *_]:
-            return "".join(texts_of(completion))
-        case [{"content": None}]:
-            return None
+            text = completion
+        case [{"text": str()}, *_]:                       # parts without a message
+            text = text_of_parts(completion)
         case list() if is_alternating(completion):
-            return completion
-    raise ValueError(
-        "the completion must be text, an assistant's message, or such messages with others between them, "
-        f"not {completion!r}")
+            messages = [read_message({"role": "assistant"} | message) for message in completion]
+            if len(messages) > 1 or any(messages[0].get(name) for name in OUTPUT):
+                return messages
+            text = messages[0]["content"] or ""
+        case _:
+            raise ValueError(
+                "the completion must be text, an assistant's message, or such messages with others between "
+                f"them, not {completion!r}")
+    return text if text.strip() else None
 
 
 def is_alternating(messages: list) -> bool:
-    """Return True for chat messages that alternate, from the assistant's to the assistant's."""
+    """Return True for chat messages that alternate, from the assistant's to the assistant's, none blank."""
     return len(messages) % 2 == 1 and all(
-        isinstance(message, dict) and isinstance(message.get("content"), str) and "role" in message
-        and (message["role"] == "assistant") == (number % 2 == 0) for number, message in enumerate(messages))
+        isinstance(message, dict) and (message.get("role", "assistant") == "assistant") == (number % 2 == 0)
+        and (len(messages) == 1 or message.get("tool_calls") or message.get("content"))
+        for number, message in enumerate(messages))
 
 
-def texts_of(content: str | list | None) -> list[str]:
-    """Return the texts in a message: itself, or those of its parts."""
-    parts = content if isinstance(content, list) else [content]
-    return [str((part.get("text") if isinstance(part, dict) else part) or "") for part in parts]
+# ---- messages ----------------------------------------------------------------------------------------------
+
+
+def read_message(message) -> dict:
+    """Return a chat message of which the content is text (or None, beside tool calls), without null entries.
+
+    Raises ValueError for parts without text, such as images.
+    """
+    if not (isinstance(message, dict) and "role" in message and message.keys() & {"content", "tool_calls"}):
+        raise ValueError('chat messages must look like {"role": "user", "content": "..."}')
+    return without_nulls(message) | {"content": text_of_parts(message.get("content"))}
+
+
+def text_of_parts(content: str | list | None) -> str | None:
+    """Return the text of a message's content, which may be in parts. Raises ValueError for other parts."""
+    if content is None or isinstance(content, str):
+        return content
+    texts = []
+    for part in content if isinstance(content, list) else [content]:
+        is_text = isinstance(part, dict) and part.get("type", "text") in ("text", "input_text", "output_text")
+        texts.append(part.get("text") if is_text else part)
+        if not isinstance(texts[-1], str):
+            raise ValueError(
+                f"the content of a message must be text or parts such as {{'type': 'text', 'text': '...'}}, "
+                f"not {part!r:.60}; change it, or leave the row out")
+    return "".join(texts)
+
+
+def without_nulls(value, name: str = ""):
+    """Return a JSON value without null entries, which Parquet adds, and `arguments` in text as objects."""
+    if name == "arguments" and isinstance(value, str):
+        with suppress(ValueError):
+            value = json.loads(value)
+    if isinstance(value, dict):
+        return {key: without_nulls(entry, key) for key, entry in value.items() if entry is not None}
+    return list(map(without_nulls, value)) if isinstance(value, list) else value
+
+
+def read_tools(tools) -> list[dict] | None:
+    """Return a row's tools, a list or JSON text, as chat templates expect them; None for something else."""
+    with suppress(ValueError):
+        tools = json.loads(tools) if isinstance(tools, str) else tools
+    if not isinstance(tools, list) or not tools or not all(isinstance(tool, dict) for tool in tools):
+        return None
+    wrapped = [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
+    return without_nulls(wrapped)
+
+
+def messages_in_text(text):
+    """Return the chat messages in a text of JSON or Python, such as a cell of a CSV file; else the text."""
+    if isinstance(text, str) and re.match(r"\s*\[\s*\{", text):
+        for parse in json.loads, ast.literal_eval:
+            with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+                messages = parse(text)
+                if all(isinstance(each, dict) and each.keys() & {"role", "from"} for each in messages):
+                    return messages
+    return text
 
 
 def refuse_lost_text(messages: list[dict], rendered: str) -> None:
@@ -124,35 +186,30 @@ def refuse_lost_text(messages: list[dict], rendered: str) -> None:
     An assistant's message may lose its thoughts (Qwen 3), and a tool's may be written as JSON.
     """
     for message in messages:
-        role, content = message["role"], message["content"]
-        written = rendered.replace(str(content), "") if isinstance(content, list) else rendered
-        lost = [text for text in texts_of(content) if text.strip() not in written]
-        if lost and role not in ("assistant", "tool"):
+        role, text = message["role"], message["content"] or ""
+        if text.strip() not in rendered and role not in ("assistant", "tool"):
             raise ValueError(
-                f"the prompt leaves out the {role}'s message {lost[0]!r:.60}: the chat template does not "
-                "write its role, or its form (text, a list of parts); change it, or pass another "
-                "--chat_template")
+                f"the prompt leaves out the {role}'s message {text!r:.60}: the chat template does not write "
+                "its role; change it, or pass another --chat_template")
 
 
 def without_special_tokens(tokenizer, messages: list[dict]) -> list[dict]:
-    """Return messages with the text of special tokens removed from all but the assistant's.
+    """Return messages, or tools, with the text of special tokens removed from all but the assistant's.
 
     A question that contains "<|im_end|>" must not end its turn.
     """
     pattern = special_token_pattern(tokenizer, (len(tokenizer), *tokenizer.all_special_tokens))
 
-    def clean(content):
-        if isinstance(content, list):
-            return [clean(part) for part in content]
-        if isinstance(content, dict) and "text" in content:
-            return content | {"text": clean(content["text"])}
-        while isinstance(content, str) and pattern.search(content):
-            content = pattern.sub("", content)            # <|im_<|im_end|>end|> has another one
-        return content
+    def clean(value):
+        if isinstance(value, list):
+            return list(map(clean, value))
+        if isinstance(value, dict):
+            return value if value.get("role") == "assistant" else {key: clean(x) for key, x in value.items()}
+        while isinstance(value, str) and pattern.search(value):
+            value = pattern.sub("", value)                # <|im_<|im_end|>end|> has another one
+        return value
 
-    return [
-        message if message["role"] == "assistant" else message | {"content": clean(message["content"])}
-        for message in messages]
+    return clean(messages)
 
 
 @lru_cache(maxsize=8)

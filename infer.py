@@ -20,7 +20,7 @@ from runs.errors import exit_on_errors  # first, see runs/__init__.py
 
 from analysis import evaluation, report
 from config import GRPOConfig, ModelConfig
-from data import as_text, encode_prompt
+from data import as_text, encode_prompt, prompt_of
 from engine.device_policy import DevicePolicy
 from engine.devices import best_device, idle_cores
 from engine.models import check_context_length, load_any_policy, move, resolve_precision
@@ -84,7 +84,7 @@ def sample_answers(
         policy, _ = choose_engine(policy, ["1+1=?"], config)
     refuse_wrong_sampler(policy)
     examples = [instructed(example, args.instruction) for example in examples]
-    longest = max(len(encode_prompt(policy.tokenizer, example["prompt"])) for example in examples)
+    longest = max(len(encode_prompt(tokenizer, prompt_of(tokenizer, example))) for example in examples)
     check_context_length(policy.model, longest, config.generation_max_length)
     idle_cores.choose_threads(partial(print, file=sys.stderr))
     return evaluation.sample_and_score_problems(

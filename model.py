@@ -6,6 +6,7 @@ Hubs, LoRA adapters, 16 bits and many processes are in engine/models.py.
 """
 
 import json
+from datetime import date, datetime
 from pathlib import Path
 
 import torch
@@ -33,6 +34,7 @@ def load_tokenizer(config) -> PreTrainedTokenizerFast:
         raise ValueError(f"--model_path={config.model_path}: its tokenizer needs an eos_token")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token         # harmless: masks come from lengths, not from ids
+    tokenizer.today = datetime.fromisoformat(config.chat_template_date or str(date.today()))
     if config.chat_template == "none":
         tokenizer.chat_template = None
     if variables and not tokenizer.chat_template:

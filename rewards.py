@@ -17,13 +17,16 @@ The second command shows the points of right, wrong, empty and cheating completi
 of each, B = P*G with those of a prompt adjacent, T tokens.
 """
 
+from __future__ import annotations
+
 import math
 import re
 from collections.abc import Callable
 from decimal import Decimal, InvalidOperation
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:               # text is compared without torch; the functions that make tensors import it
+    from torch import Tensor
 
 TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
 # (?>...) is atomic: without it a text with many tags and no </answer> takes time cubic in its length.
@@ -100,6 +103,8 @@ def compute_rewards_for_completions(
     A slow function may start its work and return a function without arguments, which waits for the points:
     so all are started before the first is awaited.
     """
+    import torch
+
     arguments = build_arguments(rollout, examples)
     count, shape = len(rollout.completions), (len(examples), -1)
     names = [name_of(function) for function in reward_functions]
@@ -118,6 +123,8 @@ def compute_rewards_for_completions(
 
 def weighted_sum(per_function: dict[str, Tensor], weights: list[float]) -> Tensor:
     """Add up the points of each function (P, G) -> scores (P, G), with NaN for None as above."""
+    import torch
+
     assert len(weights) == len(per_function), f"{len(weights)=} {list(per_function)=}"
     points = torch.stack(list(per_function.values()))                                   # (functions, P, G)
     skipped = points.isnan().all(dim=2, keepdim=True)             # the function does not apply to this group

@@ -21,7 +21,7 @@ adjacent, T completion tokens, b rows that are forwarded, H hidden size, V vocab
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, is_dataclass, replace
 from inspect import signature
 from itertools import compress
@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 
-from data import encode_demonstration, encode_prompt
+from data import after_turn, encode_demonstration, encode_prompt, prompt_of
 from logprobs import compute_logits, distribution_of, restrict_logits
 
 DROP_BELOW = 0.75               # finished rows leave the batch, by a copy, once at most this share goes on
@@ -64,7 +64,7 @@ def sample_completions_for_prompts(
 
     prompts    strings, lists of chat messages, or lists of token ids
     config     has num_completions_per_prompt, generation_max_length (new tokens), generation_temperature
-               (0: the most likely token), generation_top_k (0: all), generation_top_p (1: all),
+               (0: the most likely token), generation_top_k (0: all), generation_top_p (1: all), and may have
                generation_min_p (0: all), generation_batch_size (completions at once, or a group; 0: all)
     seed       an integer; or a sequence with an integer or a tuple of integers for each prompt
     num_completions  G, if not the config's
@@ -74,7 +74,7 @@ def sample_completions_for_prompts(
     group_size = num_completions or config.num_completions_per_prompt
     prompt_ids = [encode_prompt(tokenizer, prompt) for prompt in prompts]
     uniforms = uniform_streams(seed, len(prompts), group_size, config.generation_max_length)
-    prompts_at_once = max(1, (config.generation_batch_size or len(uniforms)) // group_size)
+    prompts_at_once = max(1, (getattr(config, "generation_batch_size", 0) or len(uniforms)) // group_size)
     distribution = distribution_of(config)
     parts = []
     with sampling_mode(model):
@@ -272,7 +272,7 @@ def demonstrations_as_rollout(model, tokenizer, examples: list[dict], encode=enc
     encode  (tokenizer, prompt, completion, stop_ids) -> token ids, and True where they are the policy's
     """
     stops = stop_token_ids(model, tokenizer)
-    prompts = [encode_prompt(tokenizer, example["prompt"]) for example in examples]
+    prompts = [encode_prompt(tokenizer, prompt_of(tokenizer, example)) for example in examples]
     rows = [encode(tokenizer, e["prompt"], e["completion"], stops) for e in examples]
     completion_ids, mask = map(pad_rows, zip(*rows, strict=True))
     return Rollout(
@@ -283,10 +283,23 @@ def demonstrations_as_rollout(model, tokenizer, examples: list[dict], encode=enc
 
 
 def stop_token_ids(model, tokenizer) -> list[int]:
-    """Return the ids that end a completion: the generation config's and the tokenizer's. Gemma 3 has two."""
+    """Return the ids that end a completion, those of configured_stops and end_of_turn. Gemma 3 has two."""
+    return sorted({*configured_stops(model, tokenizer), end_of_turn(tokenizer)} - {None})
+
+
+def configured_stops(model, tokenizer) -> set[int | None]:
+    """Return the stop ids of the generation config and the tokenizer."""
     configured = model.generation_config.eos_token_id if model.generation_config else None
-    configured = configured if isinstance(configured, list) else [configured]
-    return sorted({i for i in [*configured, tokenizer.eos_token_id] if i is not None})
+    return {*(configured if isinstance(configured, list) else [configured]), tokenizer.eos_token_id}
+
+
+def end_of_turn(tokenizer) -> int | None:
+    """Return the id of the special token with which the chat template ends a turn, if there is one."""
+    with suppress(ValueError):                            # a template may refuse the made-up turn
+        end = after_turn(tokenizer).lstrip() if tokenizer.chat_template else ""
+        first = next(iter(tokenizer(end, add_special_tokens=False).input_ids), None)
+        token = tokenizer.added_tokens_decoder.get(first)
+        return first if token and token.special else None
 
 
 def pad_rows(rows: list, value=0, *, left: bool = False, dtype: torch.dtype | None = None) -> Tensor:

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 import grpo
 from grpo import (
-    BASELINES, CENTERED_BASELINES, LOSSES, SCALES, compute_group_advantages, generalized_advantage_estimation, importance_weights,
-    kl_penalty, overlong_penalty, policy_loss, token_loss, token_weights, value_loss, weighted_loss,
+    BASELINES, CENTERED_BASELINES, LOSSES, SCALES, clipped_loss, compute_group_advantages, generalized_advantage_estimation,
+    importance_weights, kl_penalty, overlong_penalty, policy_loss, token_loss, token_weights, value_loss, weighted_loss,
 )
 
 # ---- advantages ----------------------------------------------------------------------------------------------------
@@ -442,9 +442,26 @@ def test_other_names_options_and_shapes_are_refused():
             policy_loss(logp, old_logp, advantages, mask, loss_type=loss_type, delta=0.1)
     with pytest.raises(ValueError, match="aggregation"):
         token_weights(mask, "mean")
-    for shape in (3,), (2, 2), (2, 1), (1, 4), (1, 1), (4, 2):                   # the second and fourth: (P, G)
-        with pytest.raises(ValueError, match=r"advantages must be .* flatten those of compute_group_advantages"):
+    for shape in (), (3,), (2, 2), (2, 1), (1, 4), (1, 1), (4, 2), (4, 1, 1):     # among them (P, G), with T = G too
+        with pytest.raises(ValueError, match=r"advantages must be .* flatten those of compute_group_advantages, .* by \.view\(-1, 1\)"):
             policy_loss(logp, old_logp, torch.ones(shape), mask)
+        with pytest.raises(ValueError, match=r"advantages .* must be \(B, 1\) or \(B, T\): \.view\(-1, 1\)$"):
+            clipped_loss(logp, torch.ones(shape), 0.2, 0.2)
+
+
+@pytest.mark.parametrize("shape", [(4,), (1, 4)])         # would be broadcast along the wrong dimension where B = T
+def test_tensors_of_other_shapes_than_tokens_are_refused(shape):
+    logp, old_logp, advantages, mask = toy_batch(width=4)
+    other = torch.ones(shape)
+    for call in (
+        lambda: policy_loss(logp, old_logp, advantages, mask, other), lambda: weighted_loss(logp, other),
+        lambda: value_loss(logp, other, logp, mask), lambda: value_loss(logp, logp, other, mask),
+        lambda: value_loss(logp, logp, logp, mask, other), lambda: kl_penalty(logp, other),
+        lambda: importance_weights(logp, other, mask, cap=2.0), lambda: generalized_advantage_estimation(other, logp, mask),
+        lambda: token_weights(mask, "prompt_mean", group_tokens=torch.ones(4)),
+    ):
+        with pytest.raises(AssertionError, match="shape="):
+            call()
 
 
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)

@@ -37,13 +37,19 @@ def find_problems(tenths: list[dict], right: str, flags: dict) -> list[str]:
     goal = right or "mean_reward"
     improves = end[goal] - start[goal] > 0.05 * abs(start[goal])
     lost = max(0.05, 0.5 * abs(best), 0.5 * (best - start["mean_reward"]))       # reward, in a collapse
-    tied, tied_right = end["tied_groups"], end["tied_right_groups"]
+    tied = end["tied_groups"]
+    # A function is taken to give 0 to 1, unless mean_reward was outside of that.
+    weights = flags["reward_weights"] or [1.0] * len(flags["reward_functions"])
+    lowest = min(sum(weight for weight in weights if weight < 0), *known, 0)
+    highest = max(sum(weight for weight in weights if weight > 0), *known, 0)
+    mostly_right = end["tied_right_groups"] > tied / 2 if right else reward > (lowest + highest) / 2
     fewer_right = max(0.02, 0.2 * start[right])           # share of the completions, in reward hacking
     longer = end["completion_tokens"] > 1.5 * start["completion_tokens"] and not improves
     remedy = ("take easier problems, a reward function with partial credit, more --cold_start_steps or more "
               "--num_completions_per_prompt")
-    if tied_right > tied / 2:
-        remedy = "most of them are all right: take harder problems, or --dynamic_sampling 3"
+    if mostly_right:
+        remedy = (f"most of them are all right (mean_reward {reward:.2f}): take harder problems, or "
+                  "--dynamic_sampling 3")
     smaller_updates = (
         f"take a lower --learning_rate (now {flags['learning_rate']}), fewer --ppo_epochs (now "
         f"{flags['ppo_epochs']}) or a KL penalty (--kl_penalty_coef, now {flags['kl_penalty_coef']})")

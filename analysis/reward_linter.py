@@ -8,13 +8,15 @@ import re
 from collections.abc import Callable
 from itertools import islice
 
-from data import demonstration
-from rewards import text_of
+from data import as_text, demonstration
+from reward_functions.answers import as_list
+from rewards import as_number, text_of
 from runs.groups import score
 from sample import demonstrations_as_rollout
 
 KINDS = "gold", "empty", "wrong", "form", "spam", "newline"     # columns of the table, see docs/rewards.md
 EXAMPLES = 16                   # number of examples in the table
+LETTERED = re.compile(r"(?<!\w)A[.):]\s?\S.*(?<!\w)B[.):]\s?\S", re.DOTALL)        # choices in a prompt
 
 
 def completions_of(example: dict, other: dict | None = None) -> dict[str, str]:
@@ -91,6 +93,22 @@ def flags_of(points: dict[str, float]) -> list[str]:
     return flags
 
 
+def doubtful_answers(examples: list[dict]) -> list[str]:
+    """Return a phrase for each kind of answer that may be misread. The table cannot show it: its gold is made
+    of the answer as it was read.
+    """
+    rows = [(row["answer"], row["prompt"]) for row in examples if isinstance(row.get("answer"), str)]
+    numbers = [(answer, as_text(prompt)) for answer, prompt in rows if as_number(answer) is not None]
+    kinds = {
+        "have several lines": [answer for answer, _ in rows if "\n" in answer.strip()],
+        "are the text of a list": [answer for answer, _ in rows if as_list(answer) is not None],
+        "are numbers while the prompt offers letters": [n for n, text in numbers if LETTERED.search(text)],
+    }
+    advice = "correct them, or choose another --answer_column"
+    return [f"{len(found)} of {len(examples)} answers {kind}, such as {found[0]!r:.60}: {advice}"
+            for kind, found in kinds.items() if found]
+
+
 def print_rewards(run) -> None:
     """Print the table of a run, unless its rewards are of conversations, or it has none but a teacher."""
     names = run.config.grpo.reward_functions
@@ -98,5 +116,6 @@ def print_rewards(run) -> None:
         examples = list(islice(run.train_set, EXAMPLES))
         table, flags = lint(
             run.reward_functions, run.config.grpo, examples, run.policy.model, run.policy.tokenizer)
+        flags += doubtful_answers(run.train_set)
         run.console.print("\n".join([*table, *(f"- {flag}" for flag in flags)]))
     run.console.print("the start-up check is ok")

@@ -3,12 +3,14 @@ LoRA adapters (peft): adding one to a model, saving it, its reference. All by pe
 on asks for a newer one than there is.
 """
 
+import os
 from collections.abc import Iterator
 
 import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
+from engine.fingerprints import fingerprint_of_model
 from engine.text_model import linear_layers, trainable_parameters
 
 
@@ -25,12 +27,15 @@ def add_adapter(model: PreTrainedModel, config, saved: bool) -> None:
         lora.inference_mode = False
     else:
         lora = LoraConfig(r=config.lora_rank, lora_alpha=config.lora_alpha, task_type="CAUSAL_LM",
-                          target_modules=linear_layers(model), base_model_name_or_path=model.name_or_path)
+                          target_modules=linear_layers(model))
         # For some models peft reads names such as gate_proj as those of all experts. Adapting experts needs
         # a copy of their weights in every pass and while they are merged, so they are left out.
         convert_peft_config_for_transformers(lora, model, None)
         lora.target_parameters, lora.rank_pattern, lora.alpha_pattern = None, {}, {}
     more = [name for name in ("modules_to_save", "trainable_token_indices") if getattr(lora, name, None)]
+    base = model.name_or_path                             # a folder, or the id of a hub
+    lora.base_model_name_or_path = os.path.abspath(base) if os.path.isdir(base) else base
+    model.base_fingerprint = fingerprint_of_model(base)
     inject_adapter_in_model(lora, model)
     ends = {"the embedding": model.get_input_embeddings(), "the head": model.get_output_embeddings()}
     more += [name for name, module in ends.items() if hasattr(module, "lora_A")]
@@ -49,7 +54,8 @@ def save_adapter(model: PreTrainedModel, tokenizer, folder, weights: dict[str, t
 
     model.peft_config["default"].save_pretrained(folder)
     adapter = {f"base_model.model.{name}": x for name, x in get_peft_model_state_dict(model, weights).items()}
-    save_file(adapter, folder / "adapter_model.safetensors", {"format": "pt"})
+    known = {"format": "pt", "base": model.base_fingerprint}
+    save_file(adapter, folder / "adapter_model.safetensors", known)
     tokenizer.save_pretrained(folder)
 
 

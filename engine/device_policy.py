@@ -53,7 +53,7 @@ class DevicePolicy(Policy):
     def sample(self, prompts: list, config, seeds, *, num_completions=None, reply=None) -> Rollout:
         """As Policy.sample, for prompts of this process. reply.restart() is called before a repeat."""
         group_size = num_completions or config.num_completions_per_prompt
-        at_once = config.generation_batch_size or len(prompts) * group_size
+        at_once = getattr(config, "generation_batch_size", 0) or len(prompts) * group_size
 
         def attempt(at_once: int) -> Rollout:
             sample_batches = self.sampler.sample if self.sampler else self.sample_batches

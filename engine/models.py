@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from torch.utils.checkpoint import checkpoint
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig, AutoModelForCausalLM,
@@ -25,6 +26,7 @@ from transformers.utils import logging
 import model as core
 from engine.devices import is_main
 from engine.errors import in_one_line
+from engine.fingerprints import fingerprint_of_model
 from engine.sharding import full_tensor, loading_shards, reshard, set_tensor, shard, shard_weights
 from engine.text_model import freeze_towers, has_adapter, layers_of, text_model
 
@@ -92,15 +94,22 @@ def auto_class(config):
 
 
 def adapter_settings(path: str) -> dict:
-    """Return adapter_config.json of a folder that holds an adapter; {} for any other."""
+    """Return adapter_config.json of a folder that holds an adapter, with the place of its base; else {}."""
     file = Path(path) / "adapter_config.json"
     if not path or not file.exists():
         return {}
-    settings = json.loads(file.read_text())
-    for folder in file.resolve().parents[1:3]:            # a run of the built-in model that has been moved
-        if settings["base_model_name_or_path"].endswith("/base") and (folder / "base").exists():
-            settings["base_model_name_or_path"] = str(folder / "base")
-    return settings
+    settings, weights = json.loads(file.read_text()), file.with_name("adapter_model.safetensors")
+    base = Path(settings["base_model_name_or_path"])
+    places = [base, *(folder / base.name for folder in file.resolve().parents[1:3])]   # moved with its run
+    found = [place for place in places if base.is_absolute() and place.is_dir()]       # no id of a hub
+    known = safe_open(weights, "pt").metadata() if weights.exists() else None
+    trained_on = (known or {}).get("base", "")            # "": a model of a hub, or an adapter made elsewhere
+    same = [place for place in found if trained_on in ("", fingerprint_of_model(place))]
+    if found and not same:
+        raise ValueError(
+            f"--model_path={path}: {found[0]} is not the model that the adapter was trained on; put that "
+            "back, or write its new folder into adapter_config.json")
+    return settings | {"base_model_name_or_path": str(same[0])} if same else settings
 
 
 def move(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:

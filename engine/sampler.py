@@ -45,7 +45,7 @@ def sample_sharing_prompts(
     distribution = distribution_of(config)
     state = SamplingState(uniforms, stop_ids, pad_id, distribution, device, reply)
     cut_graph(device)
-    groups_at_once = max(1, (config.generation_batch_size or len(uniforms)) // group_size)
+    groups_at_once = max(1, (getattr(config, "generation_batch_size", 0) or len(uniforms)) // group_size)
     queue, cache, active = deque(enumerate(encoded)), None, []
     with sampling_mode(model):
         while queue or active:

@@ -24,7 +24,7 @@ from functools import partial
 
 import torch
 
-from data import as_messages
+from data import as_messages, prompt_of
 from engine.errors import RunError, exits_as_errors, in_one_line
 from logprobs import completion_lengths
 from environments.instances import Instance, close_all, responders, start_group
@@ -71,7 +71,7 @@ class Conversations:
         """
         self.tokenizer, self.environment, self.examples = tokenizer, environment, examples
         self.config, self.stops, self.seeds, self.group_size = config, stops, seeds, group_size
-        self.prompts = [example["prompt"] for example in examples]
+        self.prompts: list = []                           # of the examples, for Policy.sample
         self.instances: list = []                         # of a class, one for each conversation
         self.each: list[Conversation] = []
 
@@ -79,18 +79,22 @@ class Conversations:
         """Begin all conversations, again if sampling is repeated. Instances of a class are made and reset."""
         self.close()
         rows = [example for example in self.examples for _ in range(self.group_size)]
+        prompts = [example["prompt"] for example in self.examples]
         if inspect.isclass(self.environment):
             responds = self.instances = [Instance(example, self.config.reward_timeout) for example in rows]
             size, name = self.group_size, self.config.environment
-            # In place: a repeat of sampling takes them from the same list.
-            self.prompts[:] = [
+            prompts = [
                 start_group(self.environment, responds[p * size : (p + 1) * size], str(seed), name)
                 for p, seed in enumerate(self.seeds)]
         else:
             responds = responders(self.environment, rows)
+        # In place: a repeat of sampling takes them from the same list.
+        self.prompts[:] = [
+            prompt_of(self.tokenizer, example | {"prompt": prompt})
+            for example, prompt in zip(self.examples, prompts, strict=True)]
         self.each = [
             Conversation(
-                self.tokenizer, self.prompts[row // self.group_size], respond, self.config, self.stops)
+                self.tokenizer, prompts[row // self.group_size], respond, self.config, self.stops)
             for row, respond in enumerate(responds)]
 
     def __call__(self, row: int, ids: list[int]) -> list[int]:
@@ -143,7 +147,7 @@ class Conversation:
         self.turn_points[len(ids) - 1] = points
         if message is None or self.num_turns == self.config.max_turns:
             return []
-        reply = encode_reply(self.tokenizer, self.prompt, message, self.stops)
+        reply = encode_reply(self.tokenizer, self.prompt, message, self.stops, ended_by=ids[-1])
         # The policy needs at least one more token.
         self.too_long = len(ids) + len(reply) >= self.config.generation_max_length
         if self.too_long:

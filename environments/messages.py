@@ -1,9 +1,10 @@
 """Messages of a conversation as token ids: demonstrations with several turns, an environment's messages."""
 
+from contextlib import suppress
 from functools import partial
 
-from data import after_turn, encode_completion, encode_demonstration
-from guards import without_special_tokens
+from data import after_turn, as_messages, encode_completion, encode_demonstration, render
+from guards import OUTPUT, without_special_tokens
 
 
 def encode_turns(
@@ -12,22 +13,60 @@ def encode_turns(
     """Encode a demonstration, text or messages: token ids, and True where they are the assistant's."""
     if isinstance(completion, str):
         return encode_demonstration(tokenizer, prompt, completion, stop_ids)
-    ids, is_assistant = [], []
+    ids, is_assistant, messages = [], [], without_special_tokens(tokenizer, as_messages(prompt))
     for message in completion:
         own = message["role"] == "assistant"
         part = (
-            encode_completion(tokenizer, message["content"], stop_ids) if own
-            else encode_reply(tokenizer, prompt, message, stop_ids))
+            encode_completion(tokenizer, text_of_turn(tokenizer, messages, message), stop_ids) if own
+            else encode_reply(tokenizer, prompt, message, stop_ids, ended_by=ids[-1]))
+        if not own and part[0] in stop_ids and not after_turn(tokenizer):        # of GLM 4, in place of EOS
+            ids[-1] = part.pop(0)
         ids += part
         is_assistant += [own] * len(part)
+        messages = [*messages, message]
     return ids, is_assistant
 
 
-def encode_reply(tokenizer, prompt, message: dict, stop_ids: list[int]) -> list[int]:
+def text_of_turn(tokenizer, before: list[dict], message: dict) -> str:
+    """Return the text of an assistant's turn: its content, or what the template makes of it with its calls.
+
+    Raises ValueError if the template does not write all of it behind the messages before.
+    """
+    if not any(message.get(name) for name in OUTPUT):
+        return message["content"]
+    lost = {*unwritten(tokenizer, [*before, message], len(before))} & {*OUTPUT, "content"}
+    if not lost:
+        opened, whole = render(tokenizer, before, True), render(tokenizer, [*before, message], False)
+        if whole.startswith(opened):
+            return whole[len(opened) :].removesuffix(after_turn(tokenizer))
+    raise ValueError(
+        f"the chat template does not write {', '.join(sorted(lost)) or 'it'} of the assistant's message "
+        f"{message!r:.120} behind the prompt; write it as content, or pass another --chat_template")
+
+
+def unwritten(tokenizer, messages: list[dict], number: int) -> list[str]:
+    """Return the entries of a message that the chat template does not write; all but content without one."""
+    message = messages[number]
+
+    def without(*names):
+        other = {name: value for name, value in message.items() if name not in names}
+        other |= {name: message[name][:-1] for name in names if isinstance(message[name], list)}  # of calls
+        with suppress(ValueError):                        # a template may need an entry
+            return render(tokenizer, [*messages[:number], other, *messages[number + 1 :]], False)
+
+    entries = [name for name in message if name not in ("role", "content")]
+    entries += ["content"] if message["content"] and tokenizer.chat_template else []
+    return [name for name in entries if without(name) == without()]
+
+
+def encode_reply(
+    tokenizer, prompt, message: dict, stop_ids: list[int], ended_by: int | None = None
+) -> list[int]:
     """Encode an environment's message: token ids between the stop token of a turn and the next turn.
 
-    prompt  the first prompt of the conversation: without a chat template, the reply to text is lines of text,
-            and the reply to messages is lines that begin with a role
+    prompt    the first prompt of the conversation: without a chat template, the reply to text is lines of
+              text, and the reply to messages is lines that begin with a role
+    ended_by  the stop token of the turn: a template without one begins the reply with it (GLM 4)
 
     The message is rendered after a made-up turn, since templates may render earlier turns differently later
     (Qwen 3 leaves out their reasoning), but sampled tokens must not change.
@@ -40,6 +79,8 @@ def encode_reply(tokenizer, prompt, message: dict, stop_ids: list[int]) -> list[
             f"\n{content}\n" if isinstance(prompt, str) else f"\n{message['role']}: {content}\nassistant: ")
     end, ids = encode(after_turn(tokenizer)), encode(after_turn(tokenizer, message))
     stop = next((i for i, token in enumerate(end) if token in stop_ids), -1)  # the turn already ends with one
+    if stop < 0 and ids[:1] == [ended_by]:
+        return ids[1:]
     return ids[stop + 1 :] if ids[: stop + 1] == end[: stop + 1] else ids
 
 

@@ -3,8 +3,10 @@ Helpers of the reward functions here: lists in the data, \\boxed{...} and fenced
 Those of tagged answers are in rewards.py. A model may print anything, so nothing here raises.
 """
 
+import ast
 import re
 import textwrap
+from contextlib import suppress
 
 from rewards import extract_answer, is_missing
 
@@ -19,6 +21,12 @@ def as_texts(value) -> list[str]:
     """Return a list of the data as texts: [] if it is missing; a single text or number is a list of one."""
     single = isinstance(value, str | dict) or not hasattr(value, "__iter__")
     return list(map(str, [value] if single else value)) if not is_missing(value) else []
+
+
+def as_list(text: str) -> list | None:
+    """Return the list that a text is in JSON or Python, None for other texts: as_list("['7']") == ["7"]."""
+    with suppress(ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        return ast.literal_eval(text.strip()) if re.match(r"\s*\[.*\]\s*$", text, re.DOTALL) else None
 
 
 def extract_boxed(text: str) -> str | None:

@@ -162,6 +162,12 @@ def columns_of(examples: list[dict]) -> set[str]:
     return {name for example in examples for name in example} - set(RESERVED)
 
 
+def parameters_of(functions: list[Callable | None]) -> set[str]:
+    """Return the names of the parameters of functions, also of those that they call for each completion."""
+    called = [each for function in functions for each in (function, *getattr(function, "args", ()))]
+    return {name for each in called if callable(each) for name in inspect.signature(each).parameters}
+
+
 def missing_columns(function: Callable, columns: set[str]) -> list[str]:
     """Return the required parameters of a function that no column of the data provides."""
     provided = columns - set(RESERVED) | set(PROVIDED)

@@ -23,6 +23,9 @@ UNIT = r"""(?xi: dollar|cent|euro|second|sec|minute|min|hour|hr|day|week|month|y
 POWER = r"(\^\{?[23]\}?)?"
 UNITS = rf"( |(?![A-Za-z]\b))((square|sq|cubic|per|{UNIT}){POWER}[ ./]+)*({UNIT}){POWER}$"    # after a number
 NAMES = r"((arc)?(sin|cos|tan)h?|cot|csc|ln|log|exp|pi|alpha|beta|gamma|theta|lambda|phi|omega|infty)"
+DEGREE = r"(?:°|\\degree|\^ ?\\circ|\^ ?\{ ?\\circ ?\})"
+ANGLE = rf"([\d.]+|[\d.]*\\?[A-Za-z]+|\([^()]*\)|(?<!\}})\{{[^{{}}]*\}}) *(?:{DEGREE}|degrees?\b)"
+ANGLES = r"(?<![A-Za-z])\\?(?:sin|cos|tan|cot|\\sec|\\csc)(?:(?!\\approx)[^=≈,])*"   # up to the result
 NOTATION = {                    # of keyboards and programs: as LaTeX
     r"∞|\b(inf|infinity|oo)\b": " infty ", "√": "sqrt", "[·⋅]": r"\\cdot ", "≈": r"\\approx ", r"\*\*": "^",
     r"\\sqrt ?\(": "sqrt(", r"(?<!\\)sqrt ?([\d.]+|[A-Za-z]\b)": r"\\sqrt{\1}", "varnothing": "emptyset",
@@ -30,8 +33,14 @@ NOTATION = {                    # of keyboards and programs: as LaTeX
     r"(\d+)\u2044(\d+)": r"\\frac{\1}{\2}", r"\b(\d+) (\d+)/(\d+)\b": r"\1\\frac{\2}{\3}",
     r"(?<=\d)[eE]([-+]?\d+)$": r"\\cdot 10^{\1}",
     r"(?<=\d) ?_": "b_",        # math-verify would ignore the base of 18_{8}
+    r"(\d*)\.(\d*)\\(?:overline|bar|dot) ?\{?(\d+)\}?": lambda of:          # 0.1\overline{6}: 0.10 + 6/90
+        rf"({of[1]}.{of[2]}0+\frac{{{of[3]}}}{{{'9' * len(of[3])}{'0' * len(of[2])}}})",
     r"\\(approx|simeq) *(?=[-+]?\d*\.\d)": "=", "^ ?= ?": "",         # "\approx 18" is not 18
 }
+CODE = re.compile(                        # 7:15, but 7:5 is a ratio; H2O; H_2O; 2024-03-01, 1.2.3; 05/07
+    r"\b\d{1,2}:[0-5]\d\b|[A-Za-z]\d|^(?=.*_)(?=.*[A-Z].*[A-Z])\d*([A-Z][a-z]?(_\{?\d+\}?)?|[()])+$"
+    r"|^\d+(?P<mark>[-/:.])\d+((?P=mark)\d+)+$|^\(\d+\) ?\d+-\d+$|^(0\d+[-/:][\d.]+|[\d.]+[-/:]0\d+)$")
+ASSIGNMENT = re.compile(r" *(\\?[A-Za-z]\w*(?:\{\w+\})?(?:\([^()]*\))?) *=([^=]+)")
 
 
 def math_equality(completions, answer, **columns) -> list[float | None]:
@@ -50,9 +59,12 @@ def math_equality(completions, answer, **columns) -> list[float | None]:
     truths = [[extract_boxed(str(one)) or str(one) for one in row if one is not None] for row in rows]
     pairs = {(g, truth) for g, row in zip(given, truths, strict=True) for truth in row if g}
     equal = {pair: same_answer(*map(unwrap, pair)) for pair in pairs}
-    latex = {pair: tuple(map(as_latex, pair)) for pair in pairs if not equal[pair]}
-    read = {pair for pair, both in latex.items() if all(both) and not all(map(WORDS.fullmatch, both))}
-    equal |= compare_in_sandbox({pair: latex[pair] for pair in sorted(read)})
+    latex = {pair: tuple(map(as_latex, pair)) for pair in sorted(pairs) if not equal[pair]}
+    read = {pair: both for pair, both in latex.items() if all(both) and not all(map(WORDS.fullmatch, both))}
+    texts = {pair: [re.sub("[{}_ ]", "", one) for one in both] for pair, both in read.items()
+             if not all(map(is_arithmetic, both))}
+    equal |= {pair: same_answer(*both) for pair, both in texts.items()}
+    equal |= compare_in_sandbox({pair: both for pair, both in read.items() if pair not in texts})
     found = [{equal.get((g, one), False) for one in row} for g, row in zip(given, truths, strict=True)]
     unscored = [is_missing(truth) or isinstance(truth, dict) for truth in answer]
     return [None if skip else float(True in row) for row, skip in zip(found, unscored, strict=True)]
@@ -68,14 +80,33 @@ def as_latex(text: str) -> str | None:
         return None
     text = re.sub("[⁰¹²³⁴-ⁿ]+", r"^{\g<0>}", re.sub("[₀-₎]+", r"_{\g<0>}", unwrap(text)))
     text = unicodedata.normalize("NFKC", re.sub("[¼-¾⅐-⅞]", r" \g<0> ", text))
-    text = re.sub(r"\\?\$|(?<!\\)\\[()\[\] ,;:]|~|°|\\degree|\^\{?\\circ\}?", " ", text).strip(" €£")
+    radians = r"(\\frac{\1\\pi}{180})"
+    text = re.sub(ANGLES, lambda angles: re.sub(ANGLE, radians, angles[0]), text)
+    text = re.sub(rf"\\?\$|(?<!\\)\\[()\[\] ,;:]|~|{DEGREE}", " ", text).strip(" €£")
     text = re.sub(rf"((?<=[\d)}}])|(?<=\\pi)){UNITS}", "", " ".join(text.removesuffix(".").split()))
     for pattern, latex in NOTATION.items():
         text = re.sub(pattern, latex, text)
     joined = "or" if re.search(r"[<>]|\\[lg]e", text) else "and|or"     # "x < 1 and x > 3" is no list
     text = re.sub(rf",? ?\b({joined})\b", ",", text)
+    named = [ASSIGNMENT.fullmatch(part) for part in re.split(r",(?=[^,=<>]+=)", text)]
+    if all(named) and len({name[1] for name in named}) > 1:             # A=5, B=6: as the tuple (A, 5, B, 6)
+        text = f"({','.join(','.join(name.groups()) for name in sorted(named, key=lambda name: name[1]))})"
+    if not re.search(r"(?<![A-Za-z])i ?([=<>]|\\([lg]e|in)\b)", text):     # an index or a variable
+        symbols = r"(\\(?:begin|end)\{\w+\}|\\[A-Za-z]+)|i( ?\^)?"           # math-verify reads I^2 as I
+        text = re.sub(symbols, lambda one: one[1] or ("{I}^" if one[2] else "I"), text)
     unreadable = r"(?<!begin\{)(?<!end\{)(?<![\\A-Za-z])(?!sqrt\()[A-Za-z]{3,}|(?<!frac )(?<!_)\d \d|\\\w*box"
     return None if re.search(unreadable, text) else f"${text}$"         # "dog" would equal "god", "1 8" 9
+
+
+def is_arithmetic(latex: str) -> bool:
+    """Return False for dates, times, codes, chemical formulas and ranges, which are compared as text.
+
+    is_arithmetic("10-7") and not is_arithmetic("7-10")         # a negative difference would be a range
+    """
+    text = re.sub(r"\\[A-Za-z]+", " ", latex.strip("$"))
+    difference = re.fullmatch(r"(\d+\.?\d*)-(\d+\.?\d*)", text)
+    is_range = difference and float(difference[1]) < float(difference[2])
+    return not is_range and not CODE.search(text)
 
 
 # Prints a line for each pair. By default math-verify reads "\neq 18" as 18, and "less" and "c" as units.

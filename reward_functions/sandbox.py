@@ -39,6 +39,10 @@ import types
 from collections import defaultdict
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib import import_module
+
+if __name__ != "__main__":      # the server, which has no packages, gets the filter from its caller
+    system_calls = import_module(f"{__package__}.system_calls" if __package__ else "system_calls")
 
 OUTPUT_BYTES = 1 << 16          # of stdout and of stderr
 THREADS, OPEN_FILES = 32, 64
@@ -102,11 +106,9 @@ def run_python(
 
 def start_server(method: str, modules: tuple[str, ...]) -> subprocess.Popen:
     """Start an interpreter without environment variables, open files and site packages."""
-    from reward_functions.system_calls import system_call_filter        # the server runs without packages
-
     path = [os.path.abspath(folder) for folder in sys.path if modules]
     methods = [method] if method else list(RESTRICTIONS)
-    call_filter = system_call_filter(platform.machine()).hex()
+    call_filter = system_calls.system_call_filter(platform.machine()).hex()
     options = dict(methods=methods, modules=modules, path=path, call_filter=call_filter)
     command, pipe = [sys.executable, "-I", "-S", __file__, json.dumps(options)], subprocess.PIPE
     return subprocess.Popen(command, stdin=pipe, stdout=pipe, env={}, cwd="/", start_new_session=True)

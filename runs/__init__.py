@@ -12,3 +12,5 @@ os.environ.setdefault("PYTORCH_ENABLE_MPS_FALLBACK", "1")      # what a Mac's GP
 # Threads of GNU's OpenMP that wait for each other give up their core after 10,000 looks, not 300,000: one may
 # wait for a core that another process has. Beside one a step of SmolLM2 took 80 s of 7 on two cores, so 22.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+if hasattr(sys.stdout, "reconfigure"):                         # not None, nor that of a notebook
+    sys.stdout.reconfigure(errors="replace")                   # what a terminal cannot show: never an error

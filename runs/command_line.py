@@ -153,7 +153,7 @@ def parse_infer(argv: list[str], description: str) -> argparse.Namespace:
         "reward_errors", "environment", "max_turns", "generation_max_length", "generation_temperature",
         "generation_top_p", "generation_top_k", "generation_min_p", "generation_batch_size", "seed",
         "precision", "attn_implementation", "trust_remote_code", "device", "chat_template",
-        "chat_template_kwargs",
+        "chat_template_kwargs", "chat_template_date",
     ]
     add_flags(
         parser, shared, reward_functions=["correctness"], generation_batch_size=64,

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from data import prompt_of
 from experience import Experience, Groups
 from logprobs import completion_lengths
 from policy import Policy
@@ -28,7 +29,7 @@ def sample_and_score(
     """
     def of_slice(examples: list[dict], seeds: Sequence[tuple]) -> Groups:
         if environment is None:
-            prompts = [example["prompt"] for example in examples]
+            prompts = [prompt_of(policy.tokenizer, example) for example in examples]
             rollout = policy.sample(prompts, config, seeds, num_completions=num_completions)
         else:
             from environments.conversations import sample_with_environment  # here: with an environment alone

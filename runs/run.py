@@ -75,6 +75,7 @@ class Run:
     environment: Callable | None
     train_set: Sequence[dict]
     eval_set: Sequence[dict]
+    fingerprints: dict[str, str]                          # of what dataset, eval_dataset and others name
     phases: list[Phase]
     # The policy and its progress.
     policy: Policy
@@ -236,6 +237,7 @@ class Run:
         kept = getattr(reference, "kept", None)           # of an AdapterReference
         state = {
             "progress": asdict(self.progress), "settings": self.config.as_dict(),
+            "fingerprints": self.fingerprints,
             "own_optimizer": self.make_optimizer is not None, "versions": versions(policy),
             "file_sizes": self.folder.file_sizes(), "reference_adapter": full_tensor(kept),
         } | optimizer_state(policy, self.batches)

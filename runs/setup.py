@@ -20,6 +20,7 @@ from engine.devices import (
 )
 from engine.errors import RunError
 from engine.device_policy import DevicePolicy, runs_in_core
+from engine.fingerprints import fingerprint_of_examples, fingerprint_of_model
 from engine.models import (
     check_context_length, load_any_policy, load_any_tokenizer, move, moved_to, recompute_activations,
     resolve_precision, save_any_policy,
@@ -27,16 +28,18 @@ from engine.models import (
 from engine.sharding import shard
 from model import load_policy
 from policy import Policy
+from reward_functions.calling import parameters_of
 from reward_functions.loading import as_name, load_reward_functions, require_columns
 from runs.checkpoint import latest_checkpoint, read_state
 from runs.folder import RunFolder
 from runs.phases import plan_phases
 from runs.run import Run
 from runs.startup_check import choose_engine, refuse_wrong_head, refuse_wrong_sampler
-from sample import stop_token_ids
+from sample import configured_stops, end_of_turn, stop_token_ids
 from sources.readers import SUFFIXES
 from sources.training_data import (
-    fit_prompts, load_data, refuse_long_demonstrations, validate_demonstrations,
+    fit_prompts, leave_out_rejected, load_data, note_unused, refuse_long_demonstrations,
+    validate_demonstrations,
 )
 
 
@@ -112,6 +115,9 @@ def start_up_check(
                     policy = policy if other.shares_prompts else plain
     if note:
         notify(f"  note   {note}")
+    if (end := end_of_turn(tokenizer)) not in {None, *configured_stops(model, tokenizer)}:
+        token = tokenizer.convert_ids_to_tokens(end)
+        notify(f"  note   {token}, with which the chat template ends a turn, ends completions too")
     if make_policy:
         policy = make_policy(model, tokenizer, max_tokens=max_tokens)
         if not isinstance(policy, Policy):
@@ -172,10 +178,13 @@ def set_up(
         environment = load_environment(environment)
         tools = tools_of(environment)
     train_set, eval_set = load_data(config, dataset, eval_dataset)
+    fingerprints = {
+        "dataset": fingerprint_of_examples(train_set), "eval_dataset": fingerprint_of_examples(eval_set),
+        "reference_path": fingerprint_of_model(config.grpo.reference_path)}
     if training.keep_best and not eval_set:
         raise ValueError("--keep_best: needs held-out problems: an --eval_limit above 0, or a larger file")
     validate_demonstrations(config, train_set)
-    checkpoint = find_checkpoint(config, folder) if training.resume else None
+    checkpoint = find_checkpoint(config, folder, fingerprints) if training.resume else None
     model_config = replace(config.model, model_path=str(checkpoint)) if checkpoint else config.model
     tokenizer = load_any_tokenizer(model_config)
     has_teacher = training.use_grpo and config.grpo.reference_path
@@ -185,10 +194,15 @@ def set_up(
         compare_tokenizers(tokenizer, config)
     if training.use_grpo and names == ["none"] and not has_teacher:
         raise ValueError("--reward_functions=none: teaches nothing without a teacher; add --reference_path")
+    if "strftime_now" in str(tokenizer.chat_template):    # the same prompts when the run is resumed
+        config = replace(config, model=replace(config.model, chat_template_date=str(tokenizer.today.date())))
     tokenizer.tools = tools                               # for the chat template
     if training.use_grpo:
         validate_grpo_setup(
             config, tokenizer, train_set, reward_functions=functions, environment=environment)
+    named = parameters_of([*functions, getattr(environment, "reset", environment)])
+    train_set = leave_out_rejected(train_set, named, console.print)
+    note_unused(train_set, named, tokenizer, console.print)
     train_set, longest_prompt = fit_prompts(train_set, tokenizer, config, console.print)
     eval_set, longest_held_out = fit_prompts(eval_set, tokenizer, config, console.print)
     if not training.max_tokens_per_forward:
@@ -196,7 +210,7 @@ def set_up(
         config = replace(config, training=replace(training, max_tokens_per_forward=max_tokens))
     folder.config = console.config = config
     training = config.training
-    refuse_other_settings(config, len(train_set))
+    refuse_other_settings(config, fingerprints)
 
     torch.manual_seed(training.seed)                      # of weights that are in no file
     if config.model.lora_rank and not model_config.model_path and not training.check:
@@ -217,7 +231,7 @@ def set_up(
     policy = start_up_check(
         model, tokenizer, train_set, config, engine, reference, longest, console.print)
     run = Run(
-        config, folder, functions, environment, train_set, eval_set, phases, policy,
+        config, folder, functions, environment, train_set, eval_set, fingerprints, phases, policy,
         make_optimizer=optimizer, teacher=reference)
     if checkpoint:
         from engine.reference import load_reference
@@ -228,11 +242,12 @@ def set_up(
     return run
 
 
-def refuse_other_settings(config: Config, num_examples: int) -> None:
-    """Raise RunError, on all ranks, if their settings or numbers of examples differ."""
-    settings = config.flags | {"examples": num_examples}
+def refuse_other_settings(config: Config, fingerprints: dict[str, str]) -> None:
+    """Raise RunError, on all ranks, if their settings or examples differ."""
+    settings = config.flags
     for name in "output_dir", "model_path", "dataset", "eval_dataset", "reward_functions", "environment":
         del settings[name]                                # paths, of which each machine may have its own
+    settings |= {name: value for name, value in fingerprints.items() if value}
     first, *others = all_gather_object(settings)
     for rank, its_settings in enumerate(others, start=1):
         for name, value in its_settings.items():
@@ -264,7 +279,7 @@ def write_base(config: ModelConfig, folder: RunFolder) -> ModelConfig:
     return replace(config, model_path=str(path))
 
 
-def find_checkpoint(config: Config, folder: RunFolder) -> Path | None:
+def find_checkpoint(config: Config, folder: RunFolder, fingerprints: dict[str, str]) -> Path | None:
     """Return the checkpoint to resume from, if there is one. Raises ValueError if it does not fit."""
     checkpoint = folder.ranks.gather(partial(latest_checkpoint, folder.path))[0]
     if not checkpoint and (folder.path / "final").exists():
@@ -273,14 +288,16 @@ def find_checkpoint(config: Config, folder: RunFolder) -> Path | None:
     console = folder.console
     console.print(f"resuming {folder.path} from {checkpoint or 'its beginning: there is no checkpoint yet'}")
     if checkpoint:
-        compare_settings(config, checkpoint, console.print)
+        compare_settings(config, checkpoint, console.print, fingerprints)
     return checkpoint
 
 
-def compare_settings(config: Config, checkpoint: Path, notify: Callable) -> None:
-    """Print which settings of a resumed run have changed. Raises ValueError if its state does not fit."""
-    sections, now = read_state(checkpoint, mmap=True)["settings"], config.flags
-    saved = {name: value for section in sections.values() for name, value in section.items()}
+def compare_settings(config: Config, checkpoint: Path, notify: Callable, fingerprints: dict) -> None:
+    """Print which settings of a resumed run have changed. Raises ValueError if state or data do not fit."""
+    state, now = read_state(checkpoint, mmap=True), config.flags
+    saved = {name: value for section in state["settings"].values() for name, value in section.items()}
+    begun = state.get("fingerprints", {})                 # none in a checkpoint of an earlier version
+    others = {name: found for name, found in fingerprints.items() if begun.get(name, found) != found}
     for settings in saved, now:
         settings["use_kl_penalty"] = settings["use_kl_penalty"] and settings["kl_penalty_coef"] > 0
     changed = [name for name in now if name != "output_dir" and now[name] != saved.get(name, now[name])]
@@ -288,8 +305,10 @@ def compare_settings(config: Config, checkpoint: Path, notify: Callable) -> None
         "use_grpo", "model_path", "chat_template", "lora_rank", "lora_alpha", "profile", "cold_start_steps",
         "use_value_head", "use_kl_penalty",
     ]
-    if now["eval_limit"] and not now["eval_dataset"] and Path(now["dataset"]).suffix in SUFFIXES:
-        fixed += ["seed", "eval_limit"]                   # they choose the held-out examples of a file
+    has_no_split = Path(now["dataset"]).suffix in SUFFIXES or now["dataset"].startswith("python:")
+    if now["eval_limit"] and not now["eval_dataset"] and has_no_split:
+        fixed += ["seed", "eval_limit"]                   # they choose the held-out examples, as rows do:
+        fixed += ["dataset"] if "dataset" in others else []          # the same rows may be in another file
     if now["lr_schedule"] != "constant" and (checkpoint.parents[1] / "final").exists():      # it is complete
         fixed += ["max_steps", "num_epochs"]              # and its learning rate has fallen
     for name in fixed:
@@ -297,6 +316,12 @@ def compare_settings(config: Config, checkpoint: Path, notify: Callable) -> None
             raise ValueError(
                 f"--{name}={now[name]}: this run began with {saved[name]!r}; start a new one, with a "
                 "checkpoint as --model_path")
+    for name, found in others.items():
+        own_flags = {name} if name == "reference_path" else {*vars(config.data), "seed"}
+        if not own_flags & {*changed}:
+            raise ValueError(
+                f"--{name}={now[name] or now['dataset']}: {found} now; this run began with {begun[name]}; "
+                "restore it, or start a new run, with a checkpoint as --model_path")
     if changed:
         notify("  note   changed: " + ", ".join(f"{name} {saved[name]} -> {now[name]}" for name in changed))
 

@@ -7,12 +7,17 @@ import ast
 import re
 from contextlib import suppress
 
-from data import BRACES, cell, choose_columns, demonstration
-from guards import split_prompt
-from reward_functions.answers import BOX, extract_boxed
+from data import BRACES, Row, as_messages, cell, choose_columns, demonstration
+from guards import read_message, split_prompt
+from reward_functions.answers import BOX, as_list, extract_boxed, unwrap
 from reward_functions.formats import LETTERS
+from rewards import as_number
 
 STATED = re.compile(r"\banswer(?: is:?|:)[ *]*(\S+?(?: \S+?){0,2})[.*]*\s*\Z", re.IGNORECASE)   # "Answer: 16"
+AFTER_HASHES = re.compile(r"(?<!#)####(?!#| *\d+ of \d) *([^\n]*[^\s.])\.?\s*\Z")
+COUNTED = re.compile(                     # "72 apples", not "72 million", "7 pm", "3 and a half" or "7 of 9"
+    r"([-+]?[$€£]?[\d.,]*\d(?: *%)?)(?: *[$€£]| +(?!([mbtr]+illion|hundred|thousand|dozen|and|or|to|[ap]m)\b)"
+    r"([A-Za-z]{2}|[mghsl]\b)[^\d]*)?")
 ANSWER_FIRST = re.compile(rf"[$ *]*({BOX.pattern}|(the )?(final )?answer\b)", re.IGNORECASE)
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant"}
 
@@ -23,47 +28,65 @@ def as_published(row, columns: dict[str, str]) -> dict:
     A prompt made of a text with columns in braces is complete.
     """
     row = choose_columns(row, columns)
+    given, answer = dict(row), row.get("answer")
+    choices = without_letters(text_choices(given))
     if not BRACES.search(columns.get("prompt", "")):
-        row["prompt"] = complete_prompt(row["prompt"], row)
+        row["prompt"] = complete_prompt(row["prompt"], row, choices)
     for name, column in ("numbers", "nums"), ("tests", "test_list"):             # Countdown, MBPP
-        if column in row:
-            row.setdefault(name, row[column])             # for the reward function that needs this name
-    choices, answer = text_choices(row), row.get("answer")
+        if column in row:                                 # for the reward function that needs this name
+            row = row | {name: row.get(name, row.get(column))}
     if isinstance(answer, str | int | float):
-        row["answer"], reasoning = split_answer(answer, list(choices))
+        typed = str not in (type(given.get("choices")), type(given.get("options")))  # a CSV file has no types
+        row["answer"], reasoning = split_answer(answer, choices, typed)
         _, last_turn = split_prompt(row["prompt"])
         if reasoning and not row.get("completion") and not last_turn:
             row["completion"] = demonstration(reasoning, row["answer"])
     if choices:
+        row.read |= {"choices", "options"}
         row["choices"] = list(choices.values())
     return row
 
 
-def complete_prompt(prompt, row: dict):
-    """Return a prompt with what belongs to it: after an `instruction` Alpaca's `input` or Dolly's `context`,
-    after a question the texts in `choices` (MMLU) as lettered lines, unless they are in it with letters. The
-    turns of ShareGPT (from, value) become chat messages.
+def complete_prompt(prompt, row: Row, choices: dict[str, str]):
+    """Return a prompt with what belongs to it: before it a `system` message, after an `instruction` Alpaca's
+    `input` or Dolly's `context`, after a question its choices as lettered lines, unless they are in it with
+    letters. The turns of ShareGPT (from, value) become chat messages.
     """
-    if isinstance(prompt, list):
+    if not isinstance(prompt, str | list):
+        return prompt
+    for name in ("input", "context") if prompt == dict(row).get("instruction") else ():
+        prompt += f"\n\n{text}" if (text := text_in(row, name)) else ""
+    if isinstance(prompt, str):
+        prompt = with_choices(prompt, choices)
+    else:
         turns = [
             {"role": SHAREGPT_ROLES.get(turn["from"], turn["from"]), "content": turn["value"]}
             if isinstance(turn, dict) and {"from", "value"} <= turn.keys() else turn for turn in prompt
         ]
-        *before, last = turns or [None]
-        match last:
-            case {"role": "user", "content": str(question)}:
-                return [*before, last | {"content": with_choices(question, row)}]
-        return turns
-    if not isinstance(prompt, str):
+        *before, last = map(read_message, turns or [None])
+        if last["role"] == "user" and last["content"]:
+            last = last | {"content": with_choices(last["content"], choices)}
+        prompt = [*before, last]
+    if not (system := text_in(row, "system")) or (isinstance(prompt, list) and prompt[0]["role"] == "system"):
         return prompt
-    for name in ("input", "context") if prompt == row.get("instruction") else ():
-        prompt += f"\n\n{row[name]}" if isinstance(row.get(name), str) and row[name].strip() else ""
-    return with_choices(prompt, row)
+    return [{"role": "system", "content": system}, *as_messages(prompt)]
 
 
-def with_choices(question: str, row: dict) -> str:
+def text_in(row: Row, column: str) -> str:
+    """Return the text in a column, "" if it is blank or something else."""
+    return text if isinstance(text := row.get(column), str) and text.strip() else ""
+
+
+def without_letters(choices: dict[str, str]) -> dict[str, str]:
+    """Return choices without letters of their own: 21 for "A)21" (AQuA)."""
+    pairs = list(zip(LETTERS, choices.items(), strict=False))
+    own = {label: re.sub(rf"^\(?{letter}[).:]\s*", "", text) for letter, (label, text) in pairs}
+    return choices if any(own[label] == choices[label] for label in own) else own
+
+
+def with_choices(question: str, choices: dict[str, str]) -> str:
     """Return a question followed by its lettered choices, if they are not in it."""
-    options = list(zip(LETTERS, text_choices(row).values(), strict=False))
+    options = list(zip(LETTERS, choices.values(), strict=False))
     if all(re.search(rf"\b{letter}\W+{re.escape(text)}", question) for letter, text in options):
         return question
     return question + "".join(f"\n{letter}. {text}" for letter, text in options)
@@ -88,19 +111,30 @@ def text_choices(row: dict) -> dict[str, str]:
     return {}
 
 
-def split_answer(answer, labels: list[str]) -> tuple[str, str]:
+def split_answer(answer, choices: dict[str, str], typed: bool = True) -> tuple[str | list[str], str]:
     """Return an answer, and the reasoning before it or "".
 
-    A solution is split whose last line is `#### 72` (GSM8K), which has a \\boxed{...} (MATH), of which the
-    last one counts, or which ends with "The answer is: 72." and at most three words in place of 72. An index
-    into the choices (MMLU) and a label (ARC) become a letter.
+    A label (ARC) or an index into the choices (MMLU), also as "2" or 2.0, becomes a letter; but where columns
+    are typed, a text that is a choice itself is kept. The text of a list of texts becomes the list.
+
+    A solution is split whose last line ends with `#### 72` (GSM8K; of a number with a unit, the number),
+    which has a \\boxed{...} (MATH), of which the last one counts, or which ends with "The answer is: 72." and
+    at most three words in place of 72.
     """
-    text = str(answer)
-    index = answer if type(answer) is int else labels.index(text) if text in labels else -1
-    if 0 <= index < len(labels):
-        return LETTERS[index], ""
-    if end := re.search(r"(?:^|\n)#### *([-+]?[$€£]?[\d,]*\.?\d+(?: *%)?)\s*\Z", text):
-        return end[1].replace(",", ""), re.sub(r"<<.*?>>", "", text[: end.start()]).strip()      # annotations
+    text, labels = str(answer), list(choices)
+    name = text.strip().removesuffix(".0")
+    is_text = typed and isinstance(answer, str) and text in choices.values()
+    names = labels if name in labels or is_text else list(map(str, range(len(labels))))
+    if name in names:
+        return LETTERS[names.index(name)], ""
+    if (texts := as_list(text)) and all(isinstance(one, str) for one in texts):
+        return texts, ""
+    if end := AFTER_HASHES.search(text):
+        found, _ = split_answer(unwrap(end[1]), {})
+        if (counted := COUNTED.fullmatch(str(found))) and as_number(counted[1]) is not None:
+            found = counted[1].replace(",", "")
+        reasoning = re.sub(r"<<.*?>>", "", text[: end.start()]).strip()             # without annotations
+        return found, reasoning if isinstance(found, str) else ""
     stated = STATED.search(text)
     found = extract_boxed(text) or (stated and stated[1])
     return found or text, text if found and not ANSWER_FIRST.match(text) else ""

@@ -1,11 +1,13 @@
 """Readers of files, the Hugging Face hub, TensorFlow Datasets and Kaggle."""
 
 import csv
-import json
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
-from data import read_json_lines
+import numpy as np
+
+from data import NARROW, as_value, read_json_lines
 from engine.errors import first_line
 from guards import parse_json, require_sequence
 from sources import GYM
@@ -41,7 +43,20 @@ def read_rows(source: str | Sequence, split: str, seed: int, columns: dict[str, 
         rows = read_hub(source, split)
     from sources.published_forms import as_published      # here: the built-in problems need none of them
 
-    return (as_published(row, columns) for row in rows)
+    features = getattr(rows, "features", None) or {}  # of datasets
+    return (as_published(with_types(row, features), columns) for row in rows)
+
+
+def with_types(row, features: dict):
+    """Return a row of datasets with the names of its labels, and 0.1 for a float32 of 0.1."""
+    for name, feature in features.items():
+        inner = getattr(feature, "feature", feature)      # of a list
+        if row[name] is not None and hasattr(inner, "int2str"):
+            labels = np.array([*inner.names, None])       # the last one for -1: not labelled
+            row = row | {name: as_value(labels[row[name]])}
+        elif row[name] is not None and getattr(inner, "dtype", "") in NARROW:
+            row = row | {name: as_value(np.array(row[name], inner.dtype))}
+    return row
 
 
 def read_file(path: str) -> list:
@@ -77,8 +92,13 @@ def read_csv(path: str) -> list[dict]:
 def read_parquet(path: str) -> list[dict]:
     """Return the rows of a .parquet file."""
     import pyarrow.parquet  # slow to import; `datasets` requires it
+    from datasets import Features
 
-    return pyarrow.parquet.read_table(path).to_pylist()
+    table = pyarrow.parquet.read_table(path)
+    features = {}
+    with suppress(NotImplementedError, ValueError):       # types that it does not know
+        features = Features.from_arrow_schema(table.schema)
+    return [with_types(row, features) for row in table.to_pylist()]
 
 
 def read_hub(source: str, split: str) -> Sequence[dict]:
@@ -98,9 +118,6 @@ def read_hub(source: str, split: str) -> Sequence[dict]:
 
 def read_tfds(source: str, split: str) -> Iterable[dict]:
     """Return a split of a data set of TensorFlow Datasets, prepared in its folder on first use."""
-    def as_json_value(value):                             # of numpy, or bytes
-        return value.tolist() if hasattr(value, "tolist") else value.decode("utf-8", errors="replace")
-
     try:
         import tensorflow_datasets as tfds
         # The package registers its data sets in groups and stops silently at a group whose requirements are
@@ -113,7 +130,7 @@ def read_tfds(source: str, split: str) -> Iterable[dict]:
             f"{source}: TensorFlow Datasets answers: {first_line(error)}; it needs pip install "
             f"tensorflow_datasets array_record importlib_resources; {OTHER_SPLITS}"
         ) from None
-    return (json.loads(json.dumps(row, default=as_json_value)) for row in rows)
+    return map(as_value, rows)
 
 
 def download_from_kaggle(source: str) -> str:

@@ -1,16 +1,20 @@
 """Training and held-out examples of a run, and prompts that are too long."""
 
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 from config import Config
-from data import COLUMNS, as_messages, encode_prompt
-from environments.messages import encode_turns
+from data import COLUMNS, as_messages, as_text, encode_prompt, prompt_of, render_prompt
+from environments.messages import encode_turns, unwritten
 from guards import without_special_tokens
 from sources import load_examples
 from sources.readers import SUFFIXES
+
+LABELS = "label", "kto_tag"     # of unpaired preferences: false if the completion is rejected
+BLANK = "", "None", "nan", "[]"                           # cells without a value, as text
 
 
 def load_data(
@@ -53,9 +57,50 @@ def instructed(example: dict, instruction: str) -> dict:
     if isinstance(prompt, str):
         return example | {"prompt": f"{instruction}\n{prompt}"}
     first, *rest = prompt
-    content, part = first["content"], {"type": "text", "text": instruction}
-    content = f"{instruction}\n{content}" if isinstance(content, str) else [part, *content]
-    return example | {"prompt": [first | {"content": content}, *rest]}
+    return example | {"prompt": [first | {"content": f"{instruction}\n{first['content'] or ''}"}, *rest]}
+
+
+def leave_out_rejected(examples: list[dict], named: set[str], notify: Callable) -> list[dict]:
+    """Return the examples without completions that an unread column of LABELS calls rejected.
+
+    named  columns that are parameters of reward functions or an environment; LABELS are added
+    """
+    rejected = [
+        any(name in LABELS and str(value).lower() == "false" for name, value in unread(example, named))
+        and bool(example.get("completion")) for example in examples]
+    if any(rejected):
+        named.update(LABELS)
+        notify(f"  note   {sum(rejected)} of {len(examples)} completions have a false label: left out")
+    if all(rejected):
+        raise ValueError("--dataset: the label of all completions is false; correct the column label")
+    return [example for example, is_rejected in zip(examples, rejected, strict=True) if not is_rejected]
+
+
+def note_unused(examples: list[dict], named: set[str], tokenizer, notify: Callable) -> None:
+    """Print which columns nothing reads, and which entries of messages the chat template does not write."""
+    unused, unwritten_of = Counter(), {}
+    for example in examples:
+        unused.update(name for name, value in unread(example, named) if str(value) not in BLANK)
+        completion = example.get("completion")
+        messages = as_messages(example["prompt"]) + (completion if isinstance(completion, list) else [])
+        for number, message in enumerate(messages):
+            kind = (message["role"], *message)            # tried once
+            if len(message) > 2 and kind not in unwritten_of:
+                unwritten_of[kind] = unwritten(tokenizer, messages, number)
+            unused.update(f"{name} of {kind[0]} messages" for name in unwritten_of.get(kind, ()))
+    if "tools" in unused:
+        prompt, tools = next(
+            (e["prompt"], e["tools"]) for e in examples if str(e.get("tools")) not in BLANK)
+        unused["tools"] *= render_prompt(tokenizer, prompt, tools) == render_prompt(tokenizer, prompt)
+    if unused := +unused:
+        names = ", ".join(f"{name} ({count})" for name, count in unused.most_common())
+        notify(f"  note   read neither for prompts and completions nor by reward functions: {names}")
+
+
+def unread(example: dict, named: set[str]) -> list[tuple]:
+    """Return the columns and values of an example that were not read, without those that are named."""
+    known = named.union(getattr(example, "read", example))
+    return [(name, value) for name, value in example.items() if name not in known]
 
 
 def fit_prompts(
@@ -66,8 +111,9 @@ def fit_prompts(
     returns  the examples, and the length of the longest prompt in tokens
     """
     limit = config.data.max_prompt_length
-    lengths = [len(encode_prompt(tokenizer, example["prompt"])) for example in examples]
-    if cleaned := sum(has_special_tokens(tokenizer, example["prompt"]) for example in examples):
+    lengths = [len(encode_prompt(tokenizer, prompt_of(tokenizer, example))) for example in examples]
+    rendered = [e["prompt"] for e in examples if tokenizer.chat_template or not isinstance(e["prompt"], str)]
+    if cleaned := sum(without_special_tokens(tokenizer, m) != m for m in map(as_messages, rendered)):
         notify(f"{cleaned} of {len(examples)} prompts have the text of special tokens: it is taken out")
     too_long = [i for i, length in enumerate(lengths) if length > limit]
     if too_long and config.data.long_prompts == "error":
@@ -81,13 +127,6 @@ def fit_prompts(
     if examples and not kept:
         raise ValueError(f"--max_prompt_length={limit} --long_prompts drop: no prompt is left")
     return [example for example, _ in kept], max((n for _, n in kept), default=0)
-
-
-def has_special_tokens(tokenizer, prompt: str | list[dict]) -> bool:
-    """Return True if encode_prompt takes the text of special tokens out of a prompt."""
-    messages = as_messages(prompt)
-    is_text = isinstance(prompt, str) and not tokenizer.chat_template            # and stays as it is
-    return not is_text and without_special_tokens(tokenizer, messages) != messages
 
 
 def validate_demonstrations(config: Config, dataset: Sequence[dict]) -> None:
@@ -107,12 +146,12 @@ def refuse_long_demonstrations(
     config: Config, dataset: Sequence[dict], tokenizer, stop_ids: list[int], positions: int | None
 ) -> None:
     """Raise ValueError if a prompt with its demonstration has more tokens than the model has positions."""
-    if not positions or (config.training.use_grpo and not config.training.cold_start_steps):
+    if config.training.use_grpo and not config.training.cold_start_steps:
         return
     for number, example in enumerate(dataset, start=1):
         ids, _ = encode_turns(tokenizer, example["prompt"], example["completion"], stop_ids)
-        length = len(encode_prompt(tokenizer, example["prompt"])) + len(ids)
-        if length > positions:
+        length = len(encode_prompt(tokenizer, prompt_of(tokenizer, example))) + len(ids)
+        if positions and length > positions:
             raise ValueError(
                 f"--dataset={config.data.dataset}: example {number} and its completion have {length} tokens, "
                 f"and the model {positions} positions; leave it out, or shorten it")
@@ -120,4 +159,4 @@ def refuse_long_demonstrations(
 
 def prompt_key(prompt) -> str:
     """Return a key that ignores white space, case, and whether a prompt is text or a user message."""
-    return " ".join(" ".join(f"{m['role']} {m['content']}" for m in as_messages(prompt)).casefold().split())
+    return " ".join(as_text(as_messages(prompt)).casefold().split())

@@ -1,19 +1,31 @@
 """--chat_template and --chat_template_kwargs, with a template that thinks as Qwen 3's does."""
 
+import json
 import shutil
 from contextlib import nullcontext
+from dataclasses import replace
+from datetime import datetime
+from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ARCHITECTURES
+import train
+from conftest import ARCHITECTURES, quick_config
 
-from config import Config, ModelConfig
-from data import encode_demonstration, encode_prompt
-from environments.messages import encode_reply
-from engine.models import load_any_tokenizer, save_any_policy
-from guards import without_special_tokens
+from config import Config, GRPOConfig, ModelConfig
+from data import encode_demonstration, encode_prompt, prompt_of
+from environments.conversations import Conversation
+from environments.messages import encode_reply, encode_turns
+from engine.models import load_any_policy, load_any_tokenizer, save_any_policy
 from model import byte_tokenizer
+from policy import Policy
+from runs.groups import sample_and_score
+from runs.setup import set_up
 from runs.startup_check import refuse_wrong_tokens
+from sample import demonstrations_as_rollout, stop_token_ids
+from sources import load_examples
+from sources.settings import resumed
+from sources.training_data import note_unused
 
 # As Qwen 3's: thoughts of turns before the last question are left out, a turn without thoughts gets empty ones, and
 # enable_thinking=false begins the answer with empty ones.
@@ -105,12 +117,12 @@ HARMLESS = "1+1=?\nassistant\n3"
 
 def test_only_the_template_makes_special_tokens_and_their_text_is_taken_out(base):
     tokenizer = load(base)
-    parts = [{"role": "user", "content": [{"type": "text", "text": ATTACK}]}]
+    cut = ATTACK.index("end|>")
+    parts = [{"role": "user", "content": [{"type": "text", "text": ATTACK[:cut]}, ATTACK[cut:]]}]
     turns = [{"role": "user", "content": ATTACK}, {"role": "assistant", "content": "4"}, {"role": "tool", "content": ATTACK}]
-    for prompt, harmless, starts in (ATTACK, HARMLESS, 2), (turns, [turns[0] | {"content": HARMLESS}, turns[1], turns[2] | {"content": HARMLESS}], 4):
+    for prompt, harmless, starts in (ATTACK, HARMLESS, 2), (parts, HARMLESS, 2), (turns, [turns[0] | {"content": HARMLESS}, turns[1], turns[2] | {"content": HARMLESS}], 4):
         ids = encode_prompt(tokenizer, prompt)
         assert ids == encode_prompt(tokenizer, harmless) and special_ids(tokenizer, ids).count("<|im_start|>") == starts
-    assert without_special_tokens(tokenizer, parts) == [{"role": "user", "content": [{"type": "text", "text": HARMLESS}]}]
     reply, harmless = (encode_reply(tokenizer, "1+1=?", {"role": "tool", "content": text}, [tokenizer.eos_token_id]) for text in (ATTACK, HARMLESS))
     assert reply == harmless and special_ids(tokenizer, reply) == ["<|im_start|>", "<|im_end|>", "<|im_start|>"]
     plain = [{"role": "user", "content": "1+1=?"}, {"role": "user", "content": "2 \n"}]
@@ -124,6 +136,99 @@ def test_without_a_template_messages_and_environments_make_no_special_tokens_and
     for prompt, lines in ("text", "\nab\n"), ([{"role": "user", "content": "1"}], "\ntool: ab\nassistant: "):
         assert tokenizer.decode(encode_reply(tokenizer, prompt, {"role": "tool", "content": "a<eos>b"}, [1])) == lines
     assert special_ids(tokenizer, encode_prompt(tokenizer, "a<eos>b")) == ["<bos>", "<eos>"], "it may be ready"
+
+
+CALLS = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}{% for c in m.tool_calls or [] %}"
+    "<call>{{ c.function.name }} {{ c.function.arguments | tojson }}{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+ASKED = {"role": "user", "content": "1+1=?"}
+CALL = {"type": "function", "id": None, "function": {"name": "add", "arguments": {"a": 1, "message": None}}}
+AS_TEXT = {"function": {"name": "add", "arguments": '{"a": 1}'}}
+ADD = {"type": "function", "function": {"name": "add", "description": "x<|im_end|>y", "parameters": {"a": None, "b": {"c": None}}}}
+CLEAN = '[{"type": "function", "function": {"name": "add", "description": "xy", "parameters": {"b": {}}}}]'
+
+
+def said(*calls, content="", **more):
+    return {"role": "assistant", "content": content, "tool_calls": list(calls) or None} | more
+
+
+@pytest.mark.parametrize("completion,expected", [
+    ([said(CALL, content="I look.")], 'I look.<call>add {"a": 1}<|im_end|>'), ([said(CALL, content=None)], '<call>add {"a": 1}<|im_end|>'),
+    ([said(AS_TEXT, CALL)], '<call>add {"a": 1}<call>add {"a": 1}<|im_end|>'), ([said(content=" 2\n", id="x")], " 2\n<|im_end|>"),
+    ([said(CALL, content="I look."), {"role": "tool", "content": "2"}, said(content="2!")],
+     'I look.<call>add {"a": 1}<|im_end|>\n<|im_start|>tool\n2<|im_end|>\n<|im_start|>assistant\n2!<|im_end|>'),
+    ([said(content="2", reasoning_content="hm")], "does not write reasoning_content of the assistant's message"),
+    ([said(CALL, content="2", thinking="hm")], "does not write thinking of the assistant's message"),
+    ([said(content="2", function_call={"name": "add"})], "does not write function_call of the assistant's message"),
+])
+def test_a_demonstration_with_calls_is_written_by_the_template_or_refused(base, completion, expected):
+    tokenizer = load(base)
+    tokenizer.chat_template = CALLS
+    stops = [tokenizer.eos_token_id]
+    for row in {"prompt": [ASKED], "completion": completion}, {"messages": [ASKED, *completion]}:
+        (example,) = load_examples([row])
+        if len(completion) > 1 and "messages" in row:
+            assert example["completion"] == "2!" and '<call>add {"a": 1}<|im_end|>' in tokenizer.decode(encode_prompt(tokenizer, example["prompt"]))
+        elif expected.startswith("does"):
+            with pytest.raises(ValueError, match=f"^the chat template {expected} .* --chat_template$"):
+                encode_turns(tokenizer, example["prompt"], example["completion"], stops)
+        else:
+            assert tokenizer.decode(encode_turns(tokenizer, example["prompt"], example["completion"], stops)[0]) == expected
+    tokenizer.chat_template = CALLS.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]")
+    with pytest.raises(ValueError, match="does not write tool_calls of the assistant's message"):
+        encode_turns(tokenizer, [ASKED], [said(CALL, CALL)], stops)
+    tokenizer.chat_template = CALLS.replace("{% for m in messages %}", "{% for m in messages[-1:] %}")
+    with pytest.raises(ValueError, match="does not write it of the assistant's message"):
+        encode_turns(tokenizer, [ASKED], [said(CALL, content="I look.")], stops)
+
+
+@pytest.mark.parametrize("tools,written", [
+    ([ADD], CLEAN), (json.dumps([ADD]), CLEAN), ([ADD["function"]], CLEAN), (json.dumps([ADD["function"]]), CLEAN),
+    (None, ""), ([], ""), ("hammer", ""), (["hammer"], ""), ('[{"name": ', ""), (5, ""),
+])
+def test_the_tools_of_a_row_are_written_by_the_template(base, tools, written):
+    model, tokenizer = load_any_policy(ModelConfig(str(base)))
+    tokenizer.chat_template = CALLS
+    example = load_examples([{"prompt": [ASKED], "completion": "2", "tools": tools}])[0]
+    expected, notes = f"{written}{OPEN}", []
+    note_unused([example], set(), tokenizer, notes.append)
+    assert len(notes) == (bool(tools) and not written), "named where they are not written"
+    assert tokenizer.decode(encode_prompt(tokenizer, prompt_of(tokenizer, example))) == expected
+    settings = GRPOConfig(generation_max_length=2, num_completions_per_prompt=2)
+    options = dict(reward_functions=[lambda completions, **columns: [0.0] * len(completions)], weights=[1.0])
+    for environment in None, lambda messages: None:
+        groups = sample_and_score(Policy(model, tokenizer), [example], [(0, 0)], settings, environment=environment, **options)
+        assert tokenizer.decode(groups.rollout.prompt_ids[0]) == expected
+    assert tokenizer.decode(demonstrations_as_rollout(model, tokenizer, [example]).prompt_ids[0]) == expected
+    tokenizer.tools = [{"function": "of the environment"}]
+    assert ("of the environment" in tokenizer.decode(encode_prompt(tokenizer, prompt_of(tokenizer, example)))) == (not written)
+
+
+GLM = "[gMASK]{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+
+
+def test_a_turn_that_ends_with_the_next_role_ends_once():
+    tokenizer = published("Phi")
+    tokenizer.chat_template, user = GLM, tokenizer.convert_tokens_to_ids("<|user|>")
+    stops, reply = [tokenizer.eos_token_id, user], {"role": "user", "content": "b"}
+    for ended_by, expected in (user, "\nb<|assistant|>\n"), (tokenizer.eos_token_id, "<|user|>\nb<|assistant|>\n"):
+        assert tokenizer.decode(encode_reply(tokenizer, "a", reply, stops, ended_by)) == expected
+    conversation = Conversation(tokenizer, "a", lambda messages: "b", GRPOConfig(generation_max_length=99, max_turns=2), stops)
+    assert tokenizer.decode(conversation.end_turn([*tokenizer("x", add_special_tokens=False).input_ids, user])) == "\nb<|assistant|>\n"
+    ids, own = encode_turns(tokenizer, "a", [said(content="x"), reply, said(content="y")], stops)
+    assert tokenizer.decode(ids) == "x<|user|>\nb<|assistant|>\ny<eos>" and own[:3] == [True, True, False]
+
+
+@pytest.mark.parametrize("template,stop", [
+    ("ChatML", "<|im_end|>"), ("Llama 3", "<|eot_id|>"), ("Gemma", "<end_of_turn>"), ("Phi", "<|end|>"), (GLM, None), (None, None),
+    ("{% for m in messages %}{{ m.content }}\n<|im_end|>{% endfor %}", "<|im_end|>"), ("{{ raise_exception('no') }}", None),
+    ("{% for m in messages %}{{ m.content }} end{% endfor %}", None),
+])
+def test_the_token_with_which_the_template_ends_a_turn_stops_completions(template, stop):
+    tokenizer, model = published("ChatML"), ARCHITECTURES["qwen3"]()
+    tokenizer.chat_template, model.generation_config.eos_token_id = PUBLISHED.get(template, template), None
+    expected = {tokenizer.eos_token_id, *([tokenizer.convert_tokens_to_ids(stop)] if stop else [])}
+    assert set(stop_token_ids(model, tokenizer)) == expected
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -140,6 +245,23 @@ def test_a_special_token_without_text_is_no_special_token(base):
     tokenizer = load_any_tokenizer(ModelConfig(str(base)))
     tokenizer.unk_token = ""
     assert tokenizer.decode(encode_prompt(tokenizer, "1+1=?")) == OPEN
+
+
+def test_a_template_that_writes_the_date_writes_the_first_days_in_a_resumed_run(base, tmp_path, monkeypatch):
+    folder = shutil.copytree(base, tmp_path / "dated")
+    (folder / "chat_template.jinja").write_text("{% if strftime_now is defined %}{{ strftime_now('%d %b %Y %H:%M' ) }}{% endif %}" + TEMPLATE)
+    first = datetime.now()
+    for path, date, begins in (folder, f"{first:%Y-%m-%d}", f"{first:%d %b %Y} 00:00"), (base, "", OPEN):
+        config = quick_config(tmp_path / f"run{date}", model_path=str(path), max_steps=1, eval_limit=0, generation_max_length=2)
+        _, tokenizer = train.train(config)
+        prompt = encode_prompt(tokenizer, "1+1=?")
+        assert tokenizer.decode(prompt).startswith(begins)
+        with monkeypatch.context() as later:
+            later.setattr("model.date", SimpleNamespace(today=lambda: "2030-05-07"))
+            run = set_up(resumed(replace(config, training=replace(config.training, resume=True))))
+        assert encode_prompt(run.policy.tokenizer, "1+1=?") == prompt and run.config.model.chat_template_date == date
+    chosen = load(folder, chat_template_date="2024-07-26")
+    assert chosen.decode(encode_prompt(chosen, "1+1=?")).startswith("26 Jul 2024 00:00")
 
 
 def test_variables_may_be_an_object_in_python():

@@ -3,6 +3,7 @@
 import ast
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -27,6 +28,62 @@ def imports_of(name: str) -> set[str]:
     return {module.partition(".")[0] for module in named | {node.module for node in nodes if isinstance(node, ast.ImportFrom)}}
 
 
+def rows_to_copy() -> dict[str, tuple[list[str], set[str]]]:
+    """What can be copied -> its files and packages, of the table in the README."""
+    table = (ROOT / "README.md").read_text().partition("\n## Copying\n")[2].partition("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if ".py |" in line or "_calls.py," in line]
+    return {name.strip("`"): (re.findall(r"[\w/]+\.py", files), set(re.findall(r"[\w-]+", packages)) - {"none"}) for name, files, packages in rows}
+
+
+MODEL = """
+import torch
+from types import SimpleNamespace
+from transformers import LlamaConfig, LlamaForCausalLM
+sizes = dict(vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+model = LlamaForCausalLM(LlamaConfig(**sizes, eos_token_id=1)).eval()
+"""
+COPIED = {                      # what to copy -> a program that calls it
+    "compute_group_advantages": "from grpo import compute_group_advantages as f; assert f([[1.0, 0.0, 1.0, 0.0]]).sum() == 0",
+    "policy_loss": "import torch, grpo; x = torch.zeros(2, 3); grpo.policy_loss(x, x, torch.ones(2), x == 0)",
+    "completion_log_probs": MODEL + """
+from logprobs import completion_log_probs
+ids, mask = torch.tensor([[5, 6, 7], [8, 9, 1]]), torch.ones(2, 3, dtype=torch.bool)
+rollout = SimpleNamespace(prompt_ids=ids[:1], prompt_mask=mask[:1], completion_ids=ids, completion_mask=mask, distribution={})
+logits = model(torch.cat([ids[:1].expand(2, 3), ids], dim=1)).logits[:, 2:-1]
+torch.testing.assert_close(completion_log_probs(model, rollout).logp, logits.log_softmax(-1).gather(-1, ids[..., None])[..., 0])""",
+    "sample_completions_for_prompts": MODEL + """
+from sample import sample_completions_for_prompts
+config = SimpleNamespace(num_completions_per_prompt=2, generation_max_length=4, generation_temperature=1.0, generation_top_k=0, generation_top_p=1.0)
+tokenizer = SimpleNamespace(pad_token_id=0, eos_token_id=1, bos_token_id=2, decode=str)
+assert len(sample_completions_for_prompts(model, tokenizer, [[5, 6], [7]], config, seed=0).completions) == 4""",
+    "a whole loop": "import policy, experience, config, model",    # and examples/minimal.py below
+    "run_python": "from reward_functions.sandbox import run_python; assert run_python('print(1 + 1)').stdout == '2\\n'",
+    "math_equality": "import sys; sys.modules['torch'] = None\nfrom reward_functions.mathematics import math_equality as f\nassert f([r'\\\\boxed{1/2}'], answer=['0.5']) == [1.0]",
+}
+
+
+@pytest.mark.parametrize("name", COPIED)
+def test_what_the_readme_says_to_copy_works_in_an_empty_folder_and_needs_no_other_package(tmp_path, name):
+    files, packages = rows_to_copy()[name]
+    assert rows_to_copy().keys() == COPIED.keys()
+    copy(files, tmp_path)
+    run(tmp_path, "-c", COPIED[name])
+    ours = {file.partition("/")[0].removesuffix(".py") for file in files} | {"reward_functions"}
+    used = set().union(*(imports_of(file.removesuffix(".py")) for file in files)) - ours - {*sys.stdlib_module_names}
+    assert packages == ({"math-verify"} if name == "math_equality" else used)    # torch is imported where tensors are made
+
+
+@pytest.mark.parametrize("package", ["", "theirs"])
+def test_the_sandbox_works_beside_other_files_and_misses_its_list_when_it_is_imported(tmp_path, package):
+    folder, module = tmp_path / package, f"{package}.sandbox".lstrip(".")
+    folder.mkdir(exist_ok=True)
+    shutil.copy(ROOT / "reward_functions/sandbox.py", folder)
+    with pytest.raises(AssertionError, match=r"ModuleNotFoundError: No module named '.*system_calls'"):
+        run(tmp_path, "-c", f"import {module}")
+    shutil.copy(ROOT / "reward_functions/system_calls.py", folder)
+    run(tmp_path, "-c", COPIED["run_python"].replace("reward_functions.sandbox", module))
+
+
 def test_core_files_import_core_files_and_libraries_alone():
     found = {name: imports_of(name) - LIBRARIES for name in CORE}
     assert found == {
@@ -49,6 +106,12 @@ def test_values_are_0_before_a_value_head_is_trained():
     assert ValueHead(128)(torch.ones(2, 128)).tolist() == [0.0, 0.0]
 
 
+def copy(files: list[str], folder: Path) -> None:
+    for file in files:
+        (folder / file).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / file, folder / file)
+
+
 def run(folder: Path, *command: str) -> None:
     """Run Python in a folder. An installation of the project for development is not found there."""
     if folder != ROOT:
@@ -63,10 +126,7 @@ def run(folder: Path, *command: str) -> None:
 @pytest.mark.slow
 def test_the_loop_over_the_core_alone_trains_as_train_py_does_bit_for_bit(tmp_path):
     flags = ["--cold_start_steps", "2", "--max_steps", "3", "--seed", "1", "--output_dir"]
-    for name in CORE:
-        shutil.copy(ROOT / f"{name}.py", tmp_path)
-    (tmp_path / "examples").mkdir()
-    shutil.copy(ROOT / "examples/minimal.py", tmp_path / "examples")
+    copy(rows_to_copy()["a whole loop"][0], tmp_path)
     run(tmp_path, "examples/minimal.py", *flags, "alone")
     run(ROOT, "train.py", "--use_grpo", "--engine", "plain", "--report_to", "none", *flags, str(tmp_path / "whole"))
     alone, whole = (

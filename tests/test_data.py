@@ -3,7 +3,10 @@
 import json
 import re
 
+import datasets
+import numpy as np
 import pytest
+import torch
 
 import data
 from data import encode_prompt
@@ -116,10 +119,9 @@ FIRST_PART = "{% for m in messages %}{{ m.role }} {{ m.content[0].text }}{% endf
 
 @pytest.mark.parametrize("template,messages,lost", [
     (KNOWN_ROLES, [message("developer", "Be brief."), USER], "developer's message 'Be brief.'"),
-    (KNOWN_ROLES, [message("user", [{"type": "text", "text": "1+1=?"}])], "user's message '1+1=?'"),             # written as Python does
-    (FIRST_PART, [message("user", [{"type": "text", "text": "Add:"}, {"type": "text", "text": "1+1"}])], "user's message '1+1'"),
-    (FIRST_PART, [USER], "user's message '1+1=?'"),
-    (KNOWN_ROLES, [SYSTEM, message("user", " 1+1=? \n\n")], None), (FIRST_PART, [message("user", [{"text": "1+1=?"}])], None),
+    (FIRST_PART.replace("text }}", "html }}"), [USER], "user's message '1+1=?'"),
+    (KNOWN_ROLES, [message("user", [{"type": "text", "text": "1+1=?"}])], None), (FIRST_PART, [USER, SYSTEM], None),
+    (FIRST_PART, [message("user", [{"type": "text", "text": "Add:"}, "1+1"])], None), (KNOWN_ROLES, [SYSTEM, message("user", " 1+1=? \n\n")], None),
     (KNOWN_ROLES, [USER, message("assistant", "<think>\n1+1\n</think>\n\n2"), message("tool", 'two\n"lines"'), message("user", "é <bos>")], None),
     (KNOWN_ROLES, [USER, message("assistant", None), USER], None), (None, [message("developer", "Be brief."), USER], None),
 ])
@@ -128,7 +130,7 @@ def test_a_message_that_the_rendered_prompt_leaves_out_is_one_line(chat_tokenize
     if lost is None:
         encode_prompt(chat_tokenizer, messages)
     else:
-        with pytest.raises(ValueError, match=f"^the prompt leaves out the {re.escape(lost)}: the chat template does not write .* --chat_template$"):
+        with pytest.raises(ValueError, match=f"^the prompt leaves out the {re.escape(lost)}: the chat template does not write its role; .* --chat_template$"):
             encode_prompt(chat_tokenizer, messages)
 
 
@@ -136,9 +138,49 @@ def test_an_assistants_message_may_have_parts():
     parts = [{"type": "text", "text": "It is "}, {"type": "text", "text": "2"}]
     rows = {"prompt": [USER, message("assistant", parts)]}, {"prompt": [USER], "completion": [message("assistant", parts)]}
     assert load_examples(list(rows)) == [{"prompt": [USER], "completion": "It is 2"}] * 2
-    for completion in [message("assistant", 5)], [], ["my content"], [5], [{"text": None}], [message("assistant", [])]:
-        with pytest.raises(ValueError, match="dataset: example 1: the completion must be text"):
+    for completion in [message("assistant", 5)], [], ["my content"], [5], [{"text": None}], [ASSISTANT, USER, message("assistant", "")]:
+        with pytest.raises(ValueError, match=r"dataset: example 1: the (completion|content of a message) must be text|chat messages must"):
             load_examples([{"prompt": "p", "completion": completion}])
+    for blank in " \n", [message("assistant", [])], [message("assistant", "")], [message("assistant", None) | {"tool_calls": []}]:
+        assert load_examples([{"prompt": "p", "completion": blank}]) == [{"prompt": "p", "completion": None}]
+
+
+@pytest.mark.parametrize("content,refused", [
+    ([{"type": "text", "value": "q"}], "not {'type': 'text', 'value': 'q'}"), ([{"type": "text", "content": "q"}], "not {'type': 'text', 'cont"),
+    (["q", {"type": "image", "text": None}], "not {'type': 'image'"), ([{"type": "image_url", "image_url": {"url": "q"}}], "not {'type': 'image_url'"),
+    ({"q": 1}, "not {'q': 1}"), (5, "not 5"), ([], "the prompt is empty"), (" ", "the prompt is empty"), (None, "the prompt is empty"),
+])
+def test_parts_without_text_and_blank_prompts_are_refused(content, refused):
+    for load in data.load_examples, load_examples:
+        with pytest.raises(ValueError, match=f"^dataset: example 1: .*{refused}"):
+            load([{"prompt": [message("user", content)], "completion": "c"}])
+
+
+@pytest.mark.parametrize("value,expected", [
+    (b"72", "72"), ([b"7"], ["7"]), (np.bytes_(b"7"), "7"), (np.float32(0.1), "0.1"), (np.array([0.1, 3], "float32"), [0.1, 3.0]), (torch.tensor(0.1), "0.1"),
+    (np.float16(0.1), "0.1"), (np.float64(1 / 3), str(1 / 3)), (np.float32(2**-10), "0.0009765625"), (0.1, "0.1"), (np.bool_(True), "True"),
+])
+def test_a_cell_becomes_the_value_that_it_shows(value, expected):
+    assert data.load_examples([{"prompt": "p", "answer": value}])[0]["answer"] == expected
+
+
+def test_typed_columns_give_the_names_of_labels_and_short_numbers(tmp_path):
+    label = datasets.ClassLabel(names=["no", "yes"])
+    features = {"prompt": datasets.Value("string"), "answer": label, "rate": datasets.Value("float32"), "tags": datasets.Sequence(label)}
+    rows = [{"prompt": "p", "answer": 1, "rate": 0.1, "tags": [0, 1]}, {"prompt": "p", "answer": -1, "rate": None, "tags": None}]
+    table = datasets.Dataset.from_list(rows, features=datasets.Features(features))
+    table.to_parquet(tmp_path / "data.parquet")
+    for source in table, str(tmp_path / "data.parquet"):
+        assert load_examples(source) == [
+            {"prompt": "p", "answer": "yes", "rate": 0.1, "tags": ["no", "yes"]}, {"prompt": "p", "answer": None, "rate": None, "tags": None}]
+
+
+@pytest.mark.parametrize("text", [json.dumps([USER]), f" {[USER]}", json.dumps([USER, ASSISTANT], indent=1)])
+def test_the_text_of_messages_is_messages(text):
+    (example,) = load_examples([{"prompt": text}])
+    assert example["prompt"] == [USER] and example.get("completion") in (None, ASSISTANT["content"])
+    for other in '[{"a": 1}]', "[{'role': ", "[[1]]", '[{"role": "user"}, 5]':
+        assert load_examples([{"prompt": other}])[0]["prompt"] == other
 
 
 def test_a_prompt_that_ends_with_the_assistant_has_no_other_completion():
@@ -153,7 +195,6 @@ def test_a_prompt_that_ends_with_the_assistant_has_no_other_completion():
 
 @pytest.mark.parametrize("prompt,instruction,expected", [
     ("q", "do it", "do it\nq"), ("q", "", "q"), ([USER, ASSISTANT], "do it", [message("user", "do it\n1+1=?"), ASSISTANT]),
-    ([message("user", [{"type": "text", "text": "q"}])], "do it", [message("user", [{"type": "text", "text": t} for t in ("do it", "q")])]),
 ])
 def test_an_instruction_goes_before_the_prompt_or_into_the_first_message(prompt, instruction, expected):
     assert instructed({"prompt": prompt, "level": 1}, instruction) == {"prompt": expected, "level": 1}

@@ -291,5 +291,5 @@ def test_flags_that_are_not_given_have_the_defaults_of_the_configuration():
            "generation_temperature": 1.0, "generation_top_p": 1.0, "generation_top_k": 0}
     assert (args["samples"], args["split"], args["limit"]) == (1, "test", 256)
     shared = args.keys() & DEFAULTS.keys()
-    assert len(shared) == 22 and {name: args[name] for name in shared} == {name: DEFAULTS[name] for name in shared} | own
+    assert len(shared) == 23 and {name: args[name] for name in shared} == {name: DEFAULTS[name] for name in shared} | own
     assert vars(parse_infer(["--question", "q", "--trust_remote_code"], ""))["trust_remote_code"] is True

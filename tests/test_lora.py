@@ -1,5 +1,8 @@
 """Adapters: nothing at first, merged and back without a trace, and what peft itself makes of the file."""
 
+import json
+import shutil
+
 import pytest
 import torch
 from conftest import ARCHITECTURES, PROMPTS, comparable, ctrl_c_after, run_folder, with_noise
@@ -11,7 +14,7 @@ import train
 from config import ModelConfig
 from engine import make_engine
 from engine.adapters import AdapterReference
-from engine.models import load_any_policy, make_reference, save_any_policy, with_precision
+from engine.models import adapter_settings, load_any_policy, make_reference, save_any_policy, with_precision
 from engine.text_model import has_adapter, trainable_parameters
 from runs.folder import read_jsonl
 
@@ -122,7 +125,6 @@ def test_a_run_with_an_adapter_is_moved_resumed_and_evaluated(tmp_path, capsys):
     evaluation = "--evaluate arithmetic --limit 8 --generation_max_length 8".split()
     infer.main(["--model_path", str(final), *evaluation])
     evaluated = capsys.readouterr().out
-    final = folder.rename(stopped) / "final"              # where peft itself finds the base
     AutoPeftModelForCausalLM.from_pretrained(final).merge_and_unload().save_pretrained(tmp_path / "merged")      # as in docs/scale.md
     AutoTokenizer.from_pretrained(final).save_pretrained(tmp_path / "merged")
     infer.main(["--model_path", str(tmp_path / "merged"), *evaluation])
@@ -143,6 +145,35 @@ def test_an_adapter_keeps_its_rank_and_needs_its_base(tmp_path, tokenizer):
     (tmp_path / "base").rename(tmp_path / "elsewhere")
     with pytest.raises(ValueError, match=r"^--model_path=\S*/adapter: cannot be loaded: .*/base'"):
         load_any_policy(ModelConfig(str(tmp_path / "adapter")))
+
+
+def test_an_adapter_is_loaded_with_its_own_base_wherever_it_is_or_refused(tmp_path, tokenizer, monkeypatch):
+    def write(folder, seed):
+        torch.manual_seed(seed)
+        save_any_policy(ARCHITECTURES["llama"]().eval(), tokenizer, tmp_path / folder)
+
+    def is_the_same():
+        return torch.equal(load(tmp_path / "a/run/final")[0](IDS).logits, expected)
+
+    for seed, folder in enumerate(["a/base", "b/base", "a/run/base"]):
+        write(folder, seed)
+    monkeypatch.chdir(tmp_path / "a")
+    model, _ = load("./base", lora_rank=2)
+    expected = with_noise(model)(IDS).logits
+    save_any_policy(model, tokenizer, tmp_path / "a/run/final")
+    monkeypatch.chdir(tmp_path / "b")                     # where ./base is another model, as beside the run
+    assert is_the_same()
+    shutil.rmtree(tmp_path / "a/run/base")
+    (tmp_path / "a/base").rename(tmp_path / "a/run/base")
+    assert is_the_same(), "moved with its run"
+    write("a/base", 1)
+    assert is_the_same(), "although another model is in the old place"
+    shutil.rmtree(tmp_path / "a/run/base")
+    with pytest.raises(ValueError, match=rf"^--model_path=\S+/final: {tmp_path}/a/base is not the model that the adapter [^\n]+$"):
+        is_the_same()
+    settings = tmp_path / "a/run/final/adapter_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"base_model_name_or_path": "own/base"}))
+    assert adapter_settings(settings.parent)["base_model_name_or_path"] == "own/base", "of a hub, not of the folder a"
 
 
 @pytest.mark.parametrize("options,refused", [

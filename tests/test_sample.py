@@ -179,6 +179,12 @@ def test_the_same_completion_alone_in_a_batch_and_after_others_have_finished(eng
     assert len(set(together.completions)) > 6, "siblings differ"
 
 
+def test_a_callers_config_may_have_the_five_usual_settings_alone(engine, settings):
+    usual = "num_completions_per_prompt generation_max_length generation_temperature generation_top_k generation_top_p".split()
+    theirs = engine.sample(PROMPTS, SimpleNamespace(**{name: getattr(settings, name) for name in usual}), 0)
+    assert torch.equal(theirs.completion_ids, engine.sample(PROMPTS, settings, 0).completion_ids)
+
+
 def test_temperature_zero_takes_the_likeliest_token(engine, model, tokenizer):
     config = GRPOConfig(generation_temperature=0.0, generation_max_length=8)
     rollout = engine.sample(PROMPTS, config, seeds=0)

@@ -59,7 +59,7 @@ GENERATED = {                   # lines, the findings, words in the first one
     "no group has a gradient": (
         changed(lambda t, line: {"tied_groups": 1.0, "tied_right_groups": 0.0, "entropy": None, "reward/correctness": 0.0, "mean_reward": 0.3},
                 start=0.02, end=0.0), ["ties"], "take easier problems"),
-    "nearly all are right": (healthy(2, 300, 0.3, 1.0), ["ties"], "take harder problems"),
+    "nearly all are right": (healthy(2, 300, 0.3, 1.0), ["ties"], "all right (mean_reward 1.27): take harder problems"),
     "NaN from the start": ([{"skipped": 1, "mean_reward": 0.5}] * 12, ["not_finite"], "--learning_rate (now 5e-06)"),
     "a reward that scores nothing": ([{"unscored": 1.0, "mean_reward": None}] * 20, ["unscored"], "reward_errors.jsonl"),
     "a short limit": (
@@ -88,6 +88,16 @@ def test_nothing_is_found_where_nothing_is_known_or_before_ten_rollouts():
 def test_ties_are_usual_with_a_value_head_and_a_run_with_a_teacher_alone_is_not_judged():
     assert findings(GENERATED["nearly all are right"][0], use_value_head=True) == {}
     assert findings(GENERATED["entropy x 0.97 a rollout"][0], reward_functions=["none"], use_kl_penalty=True, reference_path="teacher") == {}
+
+
+@pytest.mark.parametrize("rewards,weights,advice", [
+    (1.0, [], "harder"), (0.91, [], "harder"), (0.0, [], "easier"), (0.3, [], "easier"), (-1.0, [], "easier"), (2.7, [3.0], "harder"), (1.0, [3.0], "easier"), (3.0, [], "harder"), (0.0, [-1.0], "harder"),
+    (-0.9, [-1.0], "easier"), (0.9, [1.0, -1.0], "harder"), (0.3, [1.0, -1.0], "harder"), (None, [], "easier"), ((10.0, 2.0), [], "easier"), ((-10.0, -2.0), [], "harder"),
+])
+def test_equal_rewards_near_the_top_of_their_range_ask_for_harder_problems(rewards, weights, advice):
+    flags = dict(reward_functions=["mine.py:own"] * max(1, len(weights)), reward_weights=weights)
+    lines = [{"mean_reward": reward, "tied_groups": 1.0} for reward in (rewards if isinstance(rewards, tuple) else [rewards]) for _ in range(10)]
+    assert f"take {advice} problems" in findings(lines, **flags)["ties"]
 
 
 def test_entropy_may_fall_and_completions_may_grow_where_more_are_right():

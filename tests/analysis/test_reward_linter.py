@@ -7,7 +7,7 @@ from conftest import QUICK
 from project_files import ROOT
 
 import train
-from analysis.reward_linter import EXAMPLES, completions_of, lint
+from analysis.reward_linter import EXAMPLES, completions_of, doubtful_answers, lint
 from config import GRPOConfig
 from reward_functions.loading import load_reward_function
 from rewards import correctness
@@ -115,6 +115,16 @@ def test_check_prints_the_table_in_the_docs(capsys, monkeypatch):
     assert len(table) > 5 and "\n".join(table) in page
 
 
+@pytest.mark.parametrize("answer,prompt,words", [
+    ("Add them.\n72", "p", "have several lines, such as 'Add them.\\n72'"), ("[1, 2]", "p", "are the text of a list, such as '[1, 2]'"), ("['a'", "p", ""), ("[0, 1)", "p", ""), ("72\n", "p", ""),
+    ("2", "2*2?\nA. 2\nB. 3\nC. 4", "are numbers while the prompt offers letters, such as '2'"), ("2.0", "2*2? A) 2 B) 3", "are numbers"), ("2", "2*2? (A) 2 (B) 3", "are numbers"),
+    ("2", [{"role": "user", "content": "2*2?\nA. 2\nB. 3"}], "are numbers"), ("C", "2*2?\nA. 2\nB. 3\nC. 4", ""), ("2", "A has 2, B has 3.", ""), ("2", "Is it USA. or B. 2?", ""), ("2", "Is it A. Smith or AB. 2?", ""), (["1", "2"], "p", ""), (None, "p", ""),
+])
+def test_gold_answers_that_may_be_misread_are_counted(answer, prompt, words):
+    found = doubtful_answers([{"prompt": "3?", "answer": "3"}, {"prompt": prompt, "answer": answer}])
+    assert len(found) == bool(words) and all(line.startswith("1 of 2 answers " + words) for line in found)
+
+
 def check(capsys, folder, *flags):
     train.main([*QUICK, "--use_grpo", "--check", "--output_dir", str(folder / "run"), *flags])
     assert not (folder / "run").exists()
@@ -127,6 +137,8 @@ def test_check_scores_as_many_examples_as_it_says_and_none_of_conversations(caps
         "def fussy(completions, **columns):\n    raise KeyError('level')\n")
     printed = check(capsys, tmp_path, "--reward_functions", f"{tmp_path}/own.py:count")
     assert printed.count("called with") == 1 and f"called with {6 * EXAMPLES}\n" in printed and printed.endswith("the start-up check is ok\n")
+    (tmp_path / "data.jsonl").write_text('{"prompt": "2*2? A. 3 B. 4", "answer": "4"}\n' * 20)
+    assert "- 20 of 20 answers are numbers while" in check(capsys, tmp_path, "--dataset", f"{tmp_path}/data.jsonl", "--eval_limit", "0", "--cold_start_steps", "0")
     assert "| points |" not in check(capsys, tmp_path, *"--environment calculator --max_turns 2 --reward_functions environment".split())
     with pytest.raises(SystemExit) as stop:
         check(capsys, tmp_path, "--reward_functions", f"{tmp_path}/own.py:fussy")

@@ -88,8 +88,9 @@ def test_every_function_is_imported_from_the_package_and_a_module_of_it_does_not
         assert callable(getattr(reward_functions, name)) and name not in BUILT_IN
     with pytest.raises(ImportError, match="cannot import name 'corectness'"):
         exec("from reward_functions import corectness")
-    code = "import reward_functions.sandbox, sys; sys.exit(bool({'torch', 'rewards'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+    for statement, others in ("import reward_functions.sandbox", {"torch", "rewards"}), ("from reward_functions import math_equality, multiple_choice", {"torch"}):
+        code = f"import sys; {statement}; sys.exit(bool({others} & set(sys.modules)))"
+        assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0, statement
 
 
 def example_of(function):

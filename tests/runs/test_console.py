@@ -1,10 +1,13 @@
 """What a run prints: its settings, a line for each step, completions, what was learned."""
 
+import importlib
+import io
 import math
 
 from conftest import QUICK, length_reward, run_folder
 
 import pytest
+import runs
 import train
 from config import Config
 from runs.command_line import parse_config
@@ -69,3 +72,15 @@ def test_held_out_points_of_ones_own_reward_have_an_interval(tmp_path, capsys):
     assert f"after GRPO            {shown}" in printed and f"held out at step 1: {shown}" in printed
     equal = line | {"eval_reward_low/length": None, "eval_reward_high/length": None}
     assert held_out_text(equal, Config.from_profile("demo", use_grpo=True, reward_functions=["diversity"])) == f"length {mean:.3f} points"
+
+
+@pytest.mark.parametrize("encoding,shown", [("ascii", "'??' -> '?'"), ("latin-1", "'?é' -> '?'"), ("utf-8", "'字é' -> '😀'")])
+def test_what_a_terminal_cannot_show_is_replaced(encoding, shown, monkeypatch):
+    written = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding, write_through=True))
+    importlib.reload(runs)                                # as the programs begin
+    completion = dict(prompt="字é", completion="😀", reward=1.0, advantage=0.5)
+    RunConsole(parse_config(["--use_grpo"]), quiet=False).print_completions([completion])
+    print("字\ud800")                                     # as infer.py prints, and half of a surrogate pair
+    lines = written.getvalue().decode(encoding).splitlines()
+    assert lines[0] == f"  {shown}: +1.00 points" and lines[-1] == ("字?" if encoding == "utf-8" else "??")

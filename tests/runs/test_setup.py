@@ -1,17 +1,20 @@
 """Setting up a run: settings that are filled in, and changed settings of a resumed run."""
 
 import json
+import re
 import shutil
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import run_folder, start_run
+from conftest import quick_config, run_folder, start_run
 from forked import Ranks
 
 import train
 from config import Config
+from engine.fingerprints import fingerprint_of_examples
 from runs.setup import compare_settings, config_on_device
 
 
@@ -22,14 +25,50 @@ def test_float16_is_refused_on_xla_where_its_loss_would_not_be_scaled():
     assert config_on_device(config, torch.device("cpu")).model.precision == "float16"
 
 
-@pytest.mark.parametrize("flags", [dict(seed=1), dict(eval_limit=5)])
-@pytest.mark.parametrize("dataset,refused", [("mine.jsonl", True), ("arithmetic", False)])
-def test_what_chooses_the_held_out_examples_of_a_file_stays_when_a_run_is_resumed(tmp_path, monkeypatch, flags, dataset, refused):
-    begun, now = (Config.of(dataset=dataset, **{"eval_limit": 4} | more) for more in ({}, flags))
-    monkeypatch.setattr("runs.setup.read_state", lambda *_, **__: {"settings": begun.as_dict()})
-    compare_settings(begun, tmp_path / "checkpoints/step-1", print)
-    with pytest.raises(ValueError, match=f"^--{next(iter(flags))}=.: this run began with .;") if refused else nullcontext():
-        compare_settings(now, tmp_path / "checkpoints/step-1", print)
+NEW, OWN = {"dataset": "mine.jsonl"}, {"dataset": "mine.jsonl", "eval_dataset": "held_out.jsonl"}
+
+
+@pytest.mark.parametrize("begun,found,flags,refused", [
+    (NEW, {}, {"dataset": "/other/path/mine.jsonl"}, ""), (NEW, {"dataset": "b"}, {}, "dataset=mine.jsonl: b now; this run began with a;"),
+    (NEW, {"dataset": "b"}, {"dataset": "more.jsonl"}, "dataset=more.jsonl: this run began with 'mine.jsonl'"),
+    (OWN, {"dataset": "b"}, {"dataset": "more.jsonl"}, ""), (OWN, {"dataset": "b"}, {"learning_rate": 0.1}, "dataset=mine.jsonl: b now;"),
+    (OWN, {"eval_dataset": "d"}, {}, "eval_dataset=held_out.jsonl: d now; this run began with c;"), (OWN, {"eval_dataset": "d"}, {"eval_limit": 3}, ""),
+    (NEW, {"dataset": "b"}, {"seed": 1}, "seed=1: this run began with 0;"), (NEW, {"dataset": "b"}, {"eval_limit": 5}, "eval_limit=5: this"),
+    ({"dataset": "python:list"}, {"dataset": "b"}, {"seed": 1}, "seed=1: this run"), ({}, {}, {"eval_limit": 5}, ""),
+    ({}, {"dataset": "b"}, {}, "dataset=arithmetic: b now;"), ({}, {"dataset": "b"}, {"seed": 1}, ""),
+    ({"reference_path": "r"}, {"reference_path": "f"}, {"seed": 1}, "reference_path=r: f now; this run began with e;"),
+])
+def test_other_data_of_a_resumed_run_are_refused_unless_its_flags_say_so(tmp_path, monkeypatch, begun, found, flags, refused):
+    begun, fingerprints = Config.of(**begun), {"dataset": "a", "eval_dataset": "c", "reference_path": "e"}
+    now, state = Config.of(**begun.flags | flags), {"settings": begun.as_dict(), "fingerprints": fingerprints}
+    monkeypatch.setattr("runs.setup.read_state", lambda *_, **__: state)
+    with pytest.raises(ValueError, match=f"^--{re.escape(refused)}[^\n]* with a checkpoint as --model_path$") if refused else nullcontext():
+        compare_settings(now, tmp_path / "step-1", print, fingerprints | found)
+    del state["fingerprints"]                             # a checkpoint of an earlier version
+    if not flags:
+        compare_settings(now, tmp_path / "step-1", print, fingerprints | found)
+
+
+def test_a_resumed_run_has_the_rows_of_its_file_and_no_more(tmp_path):
+    rows = [json.dumps({"prompt": f"{n}+1=?", "answer": str(n + 1)}) for n in range(21)]
+    (tmp_path / "mine.jsonl").write_text("\n".join(rows[:20]))
+    config = quick_config(tmp_path / "run", dataset=str(tmp_path / "mine.jsonl"), max_steps=1)
+    train.train(config)
+    again = replace(config, training=replace(config.training, resume=True))
+    train.train(again)
+    (tmp_path / "mine.jsonl").write_text("\n".join(rows))
+    with pytest.raises(ValueError, match=r"^--dataset=\S+: 17 examples, \w+ now; this run began with 16 examples, \w+; restore it"):
+        train.train(again)
+
+
+def test_examples_have_the_same_fingerprint_in_every_process_and_other_ones_another():
+    def rows(order, text="a"):
+        return [{"prompt": text, "f": lambda: 0, "set": set(order), "object": object(), 1: "a key", (2, 3): None}] * 2
+
+    first = fingerprint_of_examples(rows([0, 8]))
+    assert [*{0, 8}] != [*{8, 0}] and first == fingerprint_of_examples(rows([8, 0])) and first.startswith("2 examples, ")
+    others = rows([0, 8], "b"), rows([0, 1]), rows([0, 8])[:1], [*rows([0, 8]), {}]
+    assert len({first, *map(fingerprint_of_examples, others)}) == 5
 
 
 @pytest.mark.slow

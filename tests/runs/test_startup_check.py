@@ -11,11 +11,12 @@ from tokenizers import processors
 
 import logprobs
 import sample
-from config import GRPOConfig
+from config import GRPOConfig, ModelConfig
 from engine import make_engine
 from engine import shared as shared_engine
 from engine.device_policy import DevicePolicy
 from engine.errors import CannotShare
+from engine.models import load_any_policy, save_any_policy
 from policy import Policy
 from runs.startup_check import choose_engine, difference, refuse_wrong_sampler, refuse_wrong_tokens
 
@@ -117,3 +118,16 @@ def test_a_run_has_the_engine_of_its_flag_and_a_note_if_prompts_cannot_be_shared
     monkeypatch.setattr(shared_engine, "pack_groups", unshared)
     assert type(start_run(tmp_path).policy) is Policy
     assert "  note   prompts are not shared: a layer with state\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("configured", [False, True])
+def test_a_run_says_that_the_templates_end_of_turn_is_a_stop(tmp_path, capsys, configured):
+    model, tokenizer = load_any_policy(ModelConfig())
+    tokenizer.add_special_tokens({"pad_token": "<|im_end|>"})
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}A{% endif %}"
+    model.resize_token_embeddings(len(tokenizer))
+    model.generation_config.eos_token_id = [1, tokenizer.pad_token_id] if configured else 1
+    save_any_policy(model, tokenizer, tmp_path / "model")
+    run, end = start_run(tmp_path / "run", "--model_path", str(tmp_path / "model")), tokenizer.pad_token_id
+    assert sample.stop_token_ids(run.policy.model, run.policy.tokenizer) == [1, end]
+    assert ("  note   <|im_end|>, with which the chat template ends a turn, ends completions too\n" in capsys.readouterr().out) == (not configured)

@@ -1,5 +1,7 @@
 """Data sets in the form in which they are published: columns, types and notation of their cards, with sentences of our own."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -40,7 +42,12 @@ SHAREGPT = [{"from": "system", "value": "Be brief."}, {"from": "human", "value":
      "$2x=1$", "\\frac{1}{2}", tagged("By \\boxed{2}: \\boxed{\\frac{1}{2}}.", "\\frac{1}{2}")),
     ({"question": "$x^2$?", "final_answer": "2x", "r1_solution_1": "Rule."}, "$x^2$?", "2x", None),             # DeepMath
     ({"instruction": "In French.", "input": "Hi,\nthere", "output": "Oui."}, "In French.\n\nHi,\nthere", None, "Oui."),     # Alpaca
-    ({"instruction": "In French.", "input": "", "output": "Oui."}, "In French.", None, "Oui."),
+    ({"instruction": "In French.", "input": "", "output": "Oui.", "system": " "}, "In French.", None, "Oui."),
+    ({"instruction": "Hi", "output": "Oui.", "system": "In French."}, [{"role": "system", "content": "In French."}, user("Hi")], None, "Oui."),
+    ({"system": "Be kind.", "conversations": SHAREGPT[1:]}, [{"role": "system", "content": "Be kind."}, user("Count.")], None, "One."),
+    ({"system": "Be kind.", "conversations": SHAREGPT}, [{"role": "system", "content": "Be brief."}, user("Count.")], None, "One."),
+    ({"question": "21?", "options": ["A)21", "B) 2"], "answer": "A"}, "21?\nA. 21\nB. 2", "A", None),           # AQuA
+    ({"question": "Who?", "options": ["A) Abe", "Bob"], "answer": "A"}, "Who?\nA. A) Abe\nB. Bob", "A", None),
     ({"id": "Q2_0", "conversations": SHAREGPT}, [{"role": "system", "content": "Be brief."}, user("Count.")], None, "One."),
     ({"question": "2*2?", "choices": ["2", "3", "4"], "answer": 2}, "2*2?\nA. 2\nB. 3\nC. 4", "C", None),       # MMLU
 ])
@@ -116,6 +123,14 @@ def test_a_column_of_the_prompt_without_a_value_is_no_text():
     assert [example["prompt"] for example in found] == ["\n2+2?", "Cats.\nHow many?"]
 
 
+def test_names_in_braces_may_have_spaces_and_fields_and_other_braces_stay():
+    row = {"Correct Answer": "x{n}", "a": {"q": 0.5}, "n": None}
+    (example,) = load_examples([row], columns={"prompt": '{Correct Answer} {a.q} {n}\\frac{1}{2} {"x": 1} {no column}'})
+    assert example["prompt"] == 'x{n} 0.5 \\frac{1}{2} {"x": 1} {no column}'
+    with pytest.raises(ValueError, match="the row has columns"):
+        load_examples([row], columns={"prompt": "{Correct Answer} {missing}"})
+
+
 def test_messages_and_many_choices_are_lettered():
     system, question = {"role": "system", "content": "Choose."}, {"role": "user", "content": "2+2?"}
     (example,) = load_examples([{"prompt": [system, question], "choices": ["3", "4"], "answer": 1}])
@@ -136,7 +151,7 @@ def test_several_answers_are_a_list_and_an_array_of_one_number_is_that_number(an
 
 
 @pytest.mark.parametrize("answer", [
-    "# Plan\n#### Step one\nCount them.", "Two headings\n#### first\n#### 2. second\nend", "a #### 5\nb", "text\n#### 7 of 9", "#### ",
+    "# Plan\n#### Step one\nCount them.", "Two headings\n#### first\n#### 2. second\nend", "a #### 5\nb", "a\n##### 5", "text\n#### 7 of 9", "#### ",
     "#hash", "No box: \\boxed", "\\boxed{open", "The answer is that he went home early", "Answer the question", "The answer is",
     "Is the answer: yes? Ask him\nagain", "My answer, 5",
 ])
@@ -158,6 +173,34 @@ def test_dollys_context_belongs_to_its_instruction_and_to_no_other_prompt():
 def test_the_answer_of_a_solution_is_found(solution, answer):
     (example,) = load_examples([{"prompt": "p", "answer": solution}])
     assert (example["answer"], example["completion"]) == (answer, tagged(solution, answer))
+
+
+@pytest.mark.parametrize("line,answer", [
+    ("B", "B"), ("3/4", "3/4"), ("yes.", "yes"), ("7:45", "7:45"), ("New York", "New York"), ("72 apples.", "72"), ("1,234 km/h", "1234"), ("$72", "$72"), ("72 €", "72"), ("72.", "72"), ("0 m", "0"),
+    ("**72**", "72"), ("$\\frac12$", "\\frac12"), ("\\boxed{72}", "72"), ("The answer is: 72", "72"), ("-5", "-5"), ("72%", "72%"), ("1e5", "1e5"),
+    ("72 million", "72 million"), ("5 pm", "5 pm"), ("3 and a half", "3 and a half"), ("2 or 3", "2 or 3"), ("1,2,3", "1,2,3"), ("5 x + y", "5 x + y"), ("12 #### 13", "13"),
+])
+def test_what_follows_the_last_hashes_of_the_last_line_is_the_answer(line, answer):
+    for before in "Count.\n", "Count. ":
+        (example,) = load_examples([{"prompt": "p", "answer": f"{before}#### {line}\n"}])
+        assert example["answer"] == answer and example["completion"].startswith("<reasoning>Count.")
+        assert correctness([example["completion"], "<answer>71</answer>"], answer=[answer] * 2) == [1, 0]
+
+
+@pytest.mark.parametrize("answer,expected", [
+    ('["12"]', ["12"]), ("['12', 'x']", ["12", "x"]), ('["\\\\pi"]', ["\\pi"]), ("[0, 1]", "[0, 1]"), ("[0, 1)", "[0, 1)"), ("[]", "[]"), ('["a", 1]', '["a", 1]'), ("[{[]: 1}]", "[{[]: 1}]"), ('p #### ["12"]', ["12"]), ('{"a": 1}', '{"a": 1}'),
+])
+def test_a_text_that_is_a_list_of_texts_is_a_list(answer, expected):
+    assert load_examples([{"prompt": "p", "answer": answer}]) == [{"prompt": "p", "answer": expected}]
+
+
+@pytest.mark.parametrize("choices,answer,letter", [
+    (["3", "4"], "1", "B"), (["3", "4"], 1.0, "B"), (["3", "4"], "1.0", "B"), (["3", "4"], " 0 ", "A"), (["3", "4"], "4", "4"), (["3", "4"], -1, "-1"), (["3", "4"], math.nan, "nan"), (["3", "4"], 0.5, "0.5"),
+    (["2", "3", "4"], "2", "2"), (["2", "3", "4"], 2.0, "C"), ("['2', '3', '4']", "2", "C"),                    # as a text it is a choice, but where all columns are text
+    ({"text": ["3", "4"], "label": ["1", "2"]}, 1, "A"), ({"text": ["3", "4"], "label": ["1", "2"]}, 1.0, "A"),
+])
+def test_an_index_or_a_label_may_be_text_or_a_whole_float(choices, answer, letter):
+    assert load_examples([{"question": "2+2?", "choices": choices, "answer": answer}])[0]["answer"] == letter
 
 
 def test_a_stated_answer_alone_is_an_answer_and_no_demonstration():

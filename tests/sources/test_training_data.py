@@ -8,8 +8,11 @@ from test_data import data_of, write_lines
 
 from config import Config, ModelConfig
 from engine.models import load_any_policy, save_any_policy
-from sources.training_data import fit_prompts
+from sources import load_examples
+from sources.training_data import fit_prompts, leave_out_rejected, note_unused
 from test_chat_template import published
+
+USER = {"role": "user", "content": "1+1=?"}
 
 
 def test_what_is_held_out_is_never_trained_on(tmp_path):
@@ -70,6 +73,49 @@ def test_long_prompts_are_dropped_and_counted(tokenizer):
     assert said == ["4 of 8 prompts have more than 20 tokens: drop"]
     with pytest.raises(ValueError, match="no prompt is left"):
         fit_prompts(rows[1::2], tokenizer, config, said.append)
+
+
+@pytest.mark.parametrize("rows,said", [
+    ([{"question": "q", "answer": "so\n#### 2", "level": 3}, {"question": "q", "answer": "2", "hint": "", "rating": None}], ""),
+    ([{"prompt": "p", "answer": "1", "score": 0.5, "is_correct": True}, {"prompt": "p", "score": 1, "label": 0}], "score (2), is_correct (1), label (1)"),
+    ([{"question": "q", "context": "c", "passage": "d"}], "context (1), passage (1)"), ([{"question": "q", "choices": [1, 2]}], "choices (1)"),
+    ([{"question": "q", "options": ["1", "2"], "target": 1, "nums": [1]}], ""), ([{"prompt": "p", "messages": [USER]}], "messages (1)"),
+    ([{"prompt": [USER | {"name": "Bob", "id": None}], "tools": [{"name": "f"}]}], "tools (1), name of user messages (1)"),
+    ([{"prompt": "p", "tools": "hammer"}, {"prompt": "p"}], "tools (1)"),
+    ([{"prompt": "p", "reward_model": {"ground_truth": "1"}, "ability": "m"}], "reward_model (1), ability (1)"),
+])
+def test_columns_that_nothing_reads_and_keys_that_are_not_written_are_named(rows, said):
+    notes = []
+    note_unused(load_examples(rows), {"completions", "level"}, published("ChatML"), notes.append)
+    assert notes == [f"  note   read neither for prompts and completions nor by reward functions: {said}"] * bool(said)
+
+
+@pytest.mark.parametrize("label,values,kept", [
+    ("label", [True, False, True], [0, 2]), ("label", ["True", "false", None], [0, 2]), ("kto_tag", [False, True, True], [1, 2]), ("label", [0, 1, 0], [0, 1, 2]),
+    ("is_correct", [False, True, True], [0, 1, 2]), ("level", [False, True, True], [0, 1, 2]), ("label", [False] * 3, None),
+])
+def test_completions_with_a_false_label_are_left_out(label, values, kept):
+    rows, notes = [{"prompt": [USER, {"role": "assistant", "content": f"{i}"}], label: value} for i, value in enumerate(values)], []
+    if kept is None:
+        with pytest.raises(ValueError, match="--dataset: the label of all completions is false"):
+            leave_out_rejected(load_examples(rows), set(), notes.append)
+        return
+    named, tokenizer = {"level"}, published("ChatML")
+    left = leave_out_rejected(load_examples(rows), named, notes.append)
+    assert [int(example["completion"]) for example in left] == kept
+    note_unused(left, named, tokenizer, notes.append)
+    assert notes[: len(kept) < 3] == ["  note   1 of 3 completions have a false label: left out"] * (len(kept) < 3)
+    assert len(notes) == 1 - (label == "level"), "the label is used, or named once"
+    assert leave_out_rejected([{"prompt": "p", "label": False}], set(), notes.append), "no completion is rejected"
+
+
+def test_a_run_says_what_it_does_not_use(tmp_path, capsys):
+    rows = [{"prompt": f"{i}+1=?", "answer": f"{i + 1}", "completion": "2", "level": 3, "label": i > 3, "scorer": "x"} for i in range(9)]
+    (tmp_path / "r.py").write_text("def f(completions, level, **columns): return [0.0] * len(completions)")
+    path = write_lines(tmp_path / "data.jsonl", rows)
+    run = start_run(tmp_path / "run", "--use_grpo", "--dataset", path, "--eval_limit", "0", "--reward_functions", f"{tmp_path}/r.py:f")
+    assert len(run.train_set) == 5 and [line for line in capsys.readouterr().out.splitlines() if "note" in line] == [
+        "  note   4 of 9 completions have a false label: left out", "  note   read neither for prompts and completions nor by reward functions: scorer (5)"]
 
 
 def test_prompts_with_special_tokens_are_counted(tokenizer):

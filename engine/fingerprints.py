@@ -1,0 +1,38 @@
+"""Fingerprints: what identifies examples and the folder of a model, which paths and names do not."""
+
+import hashlib
+import json
+import re
+from pathlib import Path
+
+BLOCK, BLOCKS = 2**12, 256      # bytes that are read at once, and how often, evenly spaced over a file
+
+
+def fingerprint_of_model(path: str | Path) -> str:
+    """Hash the configuration, and the sizes and parts of weight files, in a folder; "" for a hub id."""
+    folder = Path(path or "no folder")
+    files = [file for name in ("config.json", "*.safetensors", "*.bin") for file in folder.glob(name)]
+    digest = hashlib.sha256()
+    for file in sorted(files):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}".encode())
+        with file.open("rb") as opened:
+            for start in range(0, size, max(BLOCK, size // BLOCKS)):
+                opened.seek(start)
+                digest.update(opened.read(BLOCK))
+    return digest.hexdigest()[:32] if files else ""
+
+
+def fingerprint_of_examples(examples: list[dict]) -> str:
+    """Count and hash examples in their order. The same in all processes, also for sets and objects."""
+    digest = hashlib.sha256()
+    for example in examples:
+        digest.update(json.dumps(example, default=as_json, skipkeys=True).encode())
+    return f"{len(examples)} examples, {digest.hexdigest()[:16]}"
+
+
+def as_json(value):
+    """Return what json.dumps writes of any other value: sets in order, objects without their addresses."""
+    if isinstance(value, set | frozenset):
+        return sorted(map(repr, value))
+    return re.sub("0x[0-9a-f]+", "", repr(value))
