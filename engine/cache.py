@@ -61,9 +61,9 @@ class PrefixCache:
         before, self.width = self.width, max(self.width, index.shape[1])
         layers, columns = list(new.values()), self.capacity * self.siblings
         for number, pair in enumerate(layers):
-            pair[:] = [add_columns(x, self.width - index.shape[1], columns) for x in pair]
+            pair[:] = [pad_columns(x, self.width - index.shape[1], columns) for x in pair]
             if self.layers:
-                old = [add_columns(x, self.width - before) for x in self.layers[number]]
+                old = [pad_columns(x, self.width - before) for x in self.layers[number]]
                 pair[:] = map(torch.cat, zip(old, pair, strict=True))
         self.layers, self.prompts = layers, self.prompts + numbers + [-1] * padding
         self.lengths += [length for _, length in ranges]
@@ -95,9 +95,9 @@ class PrefixCache:
         width, source = bucket(max(self.lengths), device), torch.tensor(source).to(device)
         for pair in self.layers:
             for i, x in enumerate(pair):
-                prompt = add_columns(x[:, : self.width].index_select(0, source), width - self.width)
+                prompt = pad_columns(x[:, : self.width].index_select(0, source), width - self.width)
                 own = x[:, self.width :].unflatten(1, (-1, self.siblings)).transpose(1, 2).flatten(0, 1)
-                own = add_columns(own.index_select(0, old_rows), 0, capacity - self.capacity)
+                own = pad_columns(own.index_select(0, old_rows), 0, capacity - self.capacity)
                 own = own.unflatten(0, (-1, siblings)).transpose(1, 2).flatten(1, 2)
                 pair[i] = torch.cat([prompt, own], dim=1)
         self.width, self.siblings, self.capacity = width, siblings, capacity
@@ -156,6 +156,6 @@ class PrefixCache:
         return self.masks[key]
 
 
-def add_columns(x: Tensor, before: int, after: int = 0) -> Tensor:
+def pad_columns(x: Tensor, before: int, after: int = 0) -> Tensor:
     """Add columns to a layer's keys or values (P, columns, K, D), or remove columns if negative."""
     return pad(x, (0, 0, 0, 0, before, after))
