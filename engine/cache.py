@@ -77,7 +77,8 @@ class PrefixCache:
         """
         device = self.device
         length_of = dict(zip(self.prompts, self.lengths, strict=True))
-        together = max(1, max(map(length_of.get, prompt_of)) // capacity)        # siblings in a row, at most
+        width, capacity = bucket(max(map(length_of.get, prompt_of)), device), bucket(capacity, device)
+        together = max(1, width // capacity)              # siblings in a row, at most
         numbers, members = [], []                         # of each row: its prompt, its siblings
         for number in dict.fromkeys(prompt_of):
             siblings = [row for row, p in zip(row_ids, prompt_of, strict=True) if p == number]
@@ -85,14 +86,14 @@ class PrefixCache:
                 numbers.append(number)
                 members.append(siblings[first : first + together])
         padding = bucket(len(numbers), device) - len(numbers)
-        siblings, capacity = bucket(max(map(len, members)), device), bucket(capacity, device)
+        siblings = bucket(max(map(len, members)), device)
         source = [self.prompts.index(number) for number in numbers] + [0] * padding
         old_row = {row: i for i, row in enumerate(self.row_ids)}
         self.prompts, self.lengths = numbers + [-1] * padding, [self.lengths[i] for i in source]
         self.row_ids = [
             row for each in members + [[]] * padding for row in each + [dummy_row] * (siblings - len(each))]
         old_rows = torch.tensor([old_row.get(row, 0) for row in self.row_ids]).to(device)
-        width, source = bucket(max(self.lengths), device), torch.tensor(source).to(device)
+        source = torch.tensor(source).to(device)
         for pair in self.layers:
             for i, x in enumerate(pair):
                 prompt = pad_columns(x[:, : self.width].index_select(0, source), width - self.width)

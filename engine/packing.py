@@ -20,6 +20,7 @@ from logprobs import completion_lengths
 
 CPU = torch.device("cpu")
 SHORTEST_IN_BLOCK = 0.75        # of the longest row of a block: padding costs less than another block
+SHORTEST_ON_XLA = 16            # columns of a block, where each size is compiled
 Range = tuple[int, int]         # first token and number of tokens
 
 
@@ -98,6 +99,7 @@ def padded_indices(
     """Return ranges as rows of indices (b, n), padded by repeating a token, and a mask, False on padding."""
     starts, lengths = torch.tensor(ranges).T[:, :, None]
     width = int(lengths.max())
+    width = max(width, SHORTEST_ON_XLA) if width and device.type == "xla" else width
     offset = torch.arange(bucket(width, device) if width else 0)
     offset = offset - (len(offset) - lengths if left else 0)
     valid = (offset >= 0) & (offset < lengths)
