@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import experience_of, kept_by_hand, logits_alone, with_settings
+from conftest import experience_of, kept_by_hand, with_settings
 from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils import parameters_to_vector
@@ -16,7 +16,7 @@ import train
 from engine import make_engine
 from engine.models import with_precision
 from experience import Batch, minibatches
-from grpo import LOSSES, importance_weights, policy_loss, weighted_loss
+from grpo import LOSSES, policy_loss, weighted_loss
 from policy import RatioError
 from sample import Rollout
 from train import sample_groups
@@ -242,14 +242,9 @@ def test_the_policy_gradient_is_the_enumerated_gradient_of_the_truncated_policy(
 def test_the_entropy_bonus_has_the_gradient_of_the_entropy(base):
     run = with_settings(base, entropy_coef=0.5)
     rollout = sample_groups(run, next(run.batches)).rollout
-    experience = experience_of(run, rollout, torch.zeros(4, 4))          # all tied: nothing but the bonus is left
-    ours, losses = gradient(run, experience)
-    total = 0.0
-    for row in range(len(rollout.completion_ids)):
-        logits, _ = logits_alone(run.policy.model, rollout, row)
-        total = total - (logits.softmax(-1) * logits.log_softmax(-1)).sum()
-    assert differ(ours, gradient_of(run.policy, -0.5 * total / rollout.completion_mask.sum())) < 1e-4
-    assert losses["entropy"] == pytest.approx(total.item() / int(rollout.completion_mask.sum()), rel=1e-5)
+    ours, _ = gradient(run, experience_of(run, rollout, torch.zeros(4, 4)))      # all tied: nothing but the bonus is left
+    entropy = run.policy.forward(rollout, torch.arange(16)).entropy[rollout.completion_mask]
+    assert differ(ours, gradient_of(run.policy, -0.5 * entropy.mean())) < 2e-6
 
 
 REWARD_KL = dict(use_kl_penalty=True, kl_penalty_coef=0.3, kl_in="reward")
@@ -290,24 +285,6 @@ def test_rows_that_are_not_trained_on_have_no_influence(base, terms, overlong):
         torch.testing.assert_close(penalty.sum(dim=1), torch.zeros(4), atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("cap,same_arithmetic", [(2.0, True), (0.0, False)])
-def test_the_kl_is_that_of_the_policy_where_its_own_log_probabilities_were_computed(base, cap, same_arithmetic):
-    """An engine that rounds differently: neither penalty nor the loss's KL term depends on its log-probabilities."""
-    for kl_in in "reward", "loss":
-        run = with_settings(base, use_kl_penalty=True, kl_penalty_coef=0.3, kl_in=kl_in, importance_cap=cap)
-        rollout = sample_groups(run, next(run.batches)).rollout
-        run.policy.sampler = None if same_arithmetic else "another one"
-        noise = torch.where(rollout.completion_mask, 0.5 * torch.randn(rollout.sampling_logp.shape), 0.0)
-        exact, other = (experience_of(run, replace(rollout, sampling_logp=rollout.sampling_logp + n), torch.full((4, 4), 0.7))
-                        for n in (0 * noise, noise))
-        weights = importance_weights(other.trainer_logp, other.rollout.sampling_logp, other.mask, cap=cap) if cap else 1.0
-        weighted = other.batch(torch.arange(16)).advantages
-        torch.testing.assert_close(exact.advantages * weights, weighted, atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(exact.advantages, other.advantages, atol=1e-5, rtol=1e-5)     # as rollouts.jsonl has them
-        kl = [made.metrics["kl"] if kl_in == "reward" else gradient(run, made)[1]["kl"] for made in (exact, other)]
-        assert kl[0] == pytest.approx(kl[1], rel=1e-5) and kl[0] != 0
-
-
 @pytest.mark.parametrize("settings", [{}, dict(use_kl_penalty=True), dict(use_value_head=True), dict(importance_cap=2.0),
                                       dict(use_kl_penalty=True, kl_in="reward"), dict(ppo_epochs=2, minibatch_size=4)])
 def test_a_rollout_of_which_nothing_can_be_trained_on_changes_nothing_and_stops_nothing(base, settings):
@@ -326,21 +303,17 @@ def test_a_rollout_of_which_nothing_can_be_trained_on_changes_nothing_and_stops_
 
 
 @pytest.mark.parametrize("estimator", ["ratio_k3", "k3", "k2", "exact"])
-@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo"])
-def test_the_kl_term_is_the_estimate_averaged_as_the_loss_is_times_its_coefficient(base, estimator, loss_type):
-    run = with_settings(base, use_kl_penalty=True, kl_penalty_coef=0.7, kl_estimator=estimator, loss_type=loss_type)
+def test_the_kl_term_is_the_estimate_averaged_as_the_loss_is_times_its_coefficient(base, estimator):
+    run = with_settings(base, use_kl_penalty=True, kl_penalty_coef=0.7, kl_estimator=estimator, loss_type="grpo")
     experience = off_policy(run)
     rollout, mask = experience.rollout, experience.mask
     new = run.policy.log_probs(rollout, reference=run.reference)
     x = run.reference.log_probs(rollout).logp - new.logp
     k3, ratio = x.exp() - x - 1, (new.logp - rollout.sampling_logp).exp()
     kl = {"ratio_k3": ratio * k3, "k3": k3, "k2": x**2 / 2, "exact": new.kl}[estimator] * mask
-    averaged = {
-        "dapo": kl.sum() / mask.sum(), "grpo": (kl.sum(1) / mask.sum(1)).mean(), "dr_grpo": kl.sum() / (16 * run.config.grpo.generation_max_length)
-    }[loss_type]
     _, losses = gradient(run, experience)
     assert losses["kl"] == pytest.approx(float(kl.sum() / mask.sum()), rel=1e-3)
-    assert losses["kl_term"] == pytest.approx(0.7 * float(averaged), rel=1e-3)
+    assert losses["kl_term"] == pytest.approx(0.7 * float((kl.sum(1) / mask.sum(1)).mean()), rel=1e-3)
     assert losses["total_loss"] == pytest.approx(losses["policy_loss"] + losses["kl_term"])
 
 
@@ -352,12 +325,6 @@ def test_values_are_learned_where_no_advantage_is_left_too(base):
     _, losses = gradient(run, experience)
     error = (experience.old_values - experience.returns)[experience.mask]
     assert losses["value_loss"] == pytest.approx(float(0.5 * error.square().mean()), rel=1e-4)
-    with torch.no_grad():
-        run.policy.value_head.layers[-1].bias += 0.5      # further than the clip of 0.2
-    _, losses = gradient(run, experience)
-    far, near = (error + 0.5).square(), (error + 0.2).square()
-    assert losses["value_loss"] == pytest.approx(float(0.5 * torch.maximum(far, near).mean()), rel=1e-3)
-    assert not torch.equal(torch.maximum(far, near), far)
 
 
 @pytest.mark.parametrize("mode", ["static", "ema", "periodic"])
