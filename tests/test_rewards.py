@@ -31,7 +31,6 @@ GOLD = "<reasoning>7+5=12 4+8+1=13</reasoning><answer>132</answer>"
     [
         (GOLD, "132", 1.0),
         ("a <answer> 132 </answer> b", "132", 1.0),
-        ("<answer>132", "132", 0.0),
         ("</answer>132<answer>", "132", 0.0),
         ("<answer><answer>132</answer></answer>", "132", 0.0),
         ("<answer>131</answer><answer>132</answer>", "132", 0.0),
@@ -43,7 +42,6 @@ GOLD = "<reasoning>7+5=12 4+8+1=13</reasoning><answer>132</answer>"
         ("<answer>nan</answer>", math.nan, None),
         ("<answer>nan</answer>", "nan", None),            # what data.py makes of the number
         ("<answer>nan</answer>", [math.nan, "132"], 0.0),
-        ("</answer><answer>132</answer>", "132", 0.0),
         ("<answer>1e400</answer>", "inf", 0.0),
         ([{"role": "assistant", "content": GOLD}], "132", 1.0),
     ],
@@ -153,36 +151,13 @@ def rename(function, name):
     return function
 
 
-def test_functions_get_what_trl_passes_and_all_are_started_before_the_first_is_awaited():
-    calls, examples = [], [{"prompt": "1+1", "answer": "2"}, {"prompt": [{"role": "user", "content": "Say it."}], "answer": None}]
-
-    def later(completions, **columns):
-        calls.append("started")
-        return lambda: calls.append("awaited") or [0.0] * 4
-
-    def tokens(completions, prompts, completion_ids, answer, **columns):
-        calls.append("tokens")
-        assert completions == ["a", "b", *([{"role": "assistant", "content": text}] for text in "cd")]
-        assert prompts == ["1+1"] * 2 + [examples[1]["prompt"]] * 2 and answer == ["2", "2", None, None] and columns == {}
-        return [len(ids) for ids in completion_ids]
-
-    total, _ = compute_rewards_for_completions([later, tokens], [1.0, 1.0], rollout_of("a", "b", "c", "d"), examples)
-    assert total.tolist() == [[2.0, 2.0], [2.0, 2.0]] and calls == ["started", "tokens", "awaited"]
-
-
-@pytest.mark.parametrize("returned,message", [
-    ([1.0], "returned 1 values for 4 completions; return a list with one number \\(or None\\) for each of the 4 completions"),
-    (["x"] * 4, "returned \\['x', 'x', 'x', 'x'\\]; return a list with one number"), ([math.inf] * 4, "infinite"),
+@pytest.mark.parametrize("functions,message", [
+    ([lambda **columns: [1.0]], "reward function <lambda> returned 1 values for 4 completions; return a list with one number"),
+    ([lambda **columns: [1.0] * 4] * 2, "have the name <lambda>"),
 ])
-def test_what_is_no_list_of_finite_numbers_is_refused(returned, message):
+def test_what_is_no_list_of_a_number_for_each_and_two_functions_of_one_name_are_refused(functions, message):
     with pytest.raises(ValueError, match=message):
-        compute_rewards_for_completions([lambda **columns: returned], [1.0], rollout_of("a", "b", "c", "d"), EXAMPLES)
-
-
-def test_two_functions_of_one_name_are_rejected():
-    two = [lambda completions, **columns: [1.0] * 4, lambda completions, **columns: [2.0] * 4]
-    with pytest.raises(ValueError, match="have the name <lambda>"):
-        compute_rewards_for_completions(two, [1.0, 1.0], rollout_of("a", "b", "c", "d"), EXAMPLES)
+        compute_rewards_for_completions(functions, [1.0] * len(functions), rollout_of("a", "b", "c", "d"), EXAMPLES)
 
 
 def test_gdpo_adds_up_the_advantages_of_each_function_by_hand():
