@@ -92,7 +92,7 @@ def test_every_gold_answer_of_gsm8k_is_right_and_its_successor_wrong():
     assert set(check_answer(gold, answer=answers)) == {3.0}
     after = [f"<reasoning>x</reasoning><answer>{int(a) + 1}</answer>" for a in answers]
     assert set(rewards.correctness(after, answer=answers)) == {0.0} and 3.0 not in check_answer(after, answer=answers)
-    if importlib.util.find_spec("math_verify") and sys.platform == "linux":
+    if sys.platform == "linux":
         assert set(math_equality(gold, answer=answers)) == {1.0}
         assert set(math_equality(after[:200], answer=answers[:200])) == {0.0}
 
@@ -108,8 +108,6 @@ COLUMNS = dict(
     "text", ["", "<answer>", "</answer><answer>", "\x00é" * 9, f"<answer>{'9' * 5000}</answer>", "." * 99, "\ud800"]
 )
 def test_nothing_that_a_model_prints_makes_a_reward_function_raise(name, text):
-    if name == "math_equality" and not importlib.util.find_spec("math_verify"):
-        pytest.skip("needs math-verify")
     columns = {column: [value] * 2 for column, value in COLUMNS.items()}
     columns["answer"] = ["B" if name == "multiple_choice" else "132"] * 2
     for points in load_reward_function(name)([text, text], prompts=["p", "p"], **columns):
@@ -169,7 +167,9 @@ def test_gdpo_adds_up_the_advantages_of_each_function_by_hand():
     expected = [-half - 0.75 * third, half - 0.25 * third, half + 0.25 * third, -half + 0.75 * third]
     assert points.tolist()[0] == pytest.approx(expected, rel=1e-5)
     partly = torch.where(right == 1, torch.nan, short)
-    unscored = combine_and_clip(GRPOConfig(**settings), right, {"a": right, "b": partly, "c": nobody})
+    unscored, without = (
+        combine_and_clip(GRPOConfig(**settings), right + partly, {"a": of_a, "b": partly, "c": nobody}) for of_a in (right, right + 0 * partly))
+    torch.testing.assert_close(unscored, without, equal_nan=True)                # points of an unscored one do not count for its siblings
     assert torch.equal(unscored.isnan(), partly.isnan())
     summed = combine_and_clip(GRPOConfig(), right, {"a": right, "b": short})
     assert torch.equal(summed, right), "the default changes nothing"

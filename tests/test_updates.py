@@ -88,26 +88,14 @@ def with_engine(run, name, max_tokens):
     run.policy.train_with(old.optimizer, old.scheduler, old.value_head)
 
 
-def changed(experience, of_completions, of_prompts):
-    """The same experience with a function applied to each tensor of its 16 completions, and another to those of its 4 prompts."""
-    def tensors(item):
-        found = {name: x for name, x in vars(item).items() if isinstance(x, Tensor)}
-        return {name: of_prompts(x) if len(x) == 4 else of_completions(x) for name, x in found.items()}
-
-    return replace(experience, **tensors(experience), rollout=replace(experience.rollout, **tensors(experience.rollout)))
-
-
-def reordered(experience, groups):
-    """The same experience with its groups in another order."""
-    return changed(experience, lambda x: x.unflatten(0, (4, 4))[groups].flatten(0, 1), lambda x: x[groups])
-
-
 def padded(experience, left, right):
-    """The same experience with more padding before the prompts and after the completions, and garbage in it."""
-    def wider(x, *sides):
-        return pad(x, sides, value=False if x.dtype == torch.bool else 7) if x.ndim == 2 else x
+    """The same experience with more padding before its 4 prompts and after its 16 completions, and garbage in it."""
+    def wider(item):
+        tensors = {name: x for name, x in vars(item).items() if isinstance(x, Tensor) and x.ndim == 2}
+        sides = {4: (left, 0), 16: (0, right)}
+        return {name: pad(x, sides[len(x)], value=False if x.dtype == torch.bool else 7) for name, x in tensors.items()}
 
-    wide = changed(experience, lambda x: wider(x, 0, right), lambda x: wider(x, left, 0))
+    wide = replace(experience, **wider(experience), rollout=replace(experience.rollout, **wider(experience.rollout)))
     return replace(wide, old_logp=wide.old_logp.masked_fill(~wide.mask, math.nan))
 
 
@@ -129,14 +117,9 @@ def test_the_gradient_of_a_step_does_not_depend_on_how_it_is_cut_padded_or_order
             module.to(dtype)
     whole, losses = gradient(run, experience)
     assert whole.norm() > 0 and losses["ratio_deviation"] > 0.1
-    variants = {
-        "padding": (padded(experience, 3, 5), None),
-        "permuted groups": (reordered(experience, torch.tensor([2, 0, 3, 1])), None),
-        "permuted rows": (experience, torch.randperm(16)),
-    }
-    for name, (variant, rows) in variants.items():
+    for variant, rows in (padded(experience, 3, 5), None), (experience, torch.randperm(16)):
         same, _ = gradient(run, variant, rows)
-        assert differ(same, whole) < tolerance, f"{name}: {differ(same, whole)}"
+        assert differ(same, whole) < tolerance, f"{rows=}: {differ(same, whole)}"
     for budget, shared in (200, True), (61, True), (1, True), (150, False):
         with_engine(run, "shared" if shared else "plain", budget)
         cut, parts = gradient(run, experience)
@@ -165,7 +148,7 @@ def test_rows_that_are_not_forwarded_would_have_no_gradient(base, monkeypatch, f
 
 
 def test_a_new_term_of_the_loss_and_a_new_metric_are_one_edit_each(base, monkeypatch):
-    """The term acts on tied rows too, which are not forwarded for the policy loss alone; supervised training has none of it."""
+    """The term acts on tied rows too, which are not forwarded for the policy loss alone."""
     run, usual_loss = with_settings(base), train.grpo_loss
     experience = off_policy(run)
     without, _ = gradient(run, experience)
@@ -188,9 +171,6 @@ def test_a_new_term_of_the_loss_and_a_new_metric_are_one_edit_each(base, monkeyp
     run.config = replace(run.config, training=replace(run.config.training, max_grad_norm=1e-9))          # the policy stays as it is
     metrics, _ = train.grpo_training_step(run, next(run.batches))
     assert metrics["probability"] == pytest.approx(10 * metrics["length_term"])
-    metrics, experience = train.supervised_training_step(run, next(run.batches))
-    logp = run.policy.log_probs(experience.rollout).logp[experience.mask]
-    assert metrics["loss"] == pytest.approx(-float(logp.mean())) and "probability" not in metrics
 
 
 # ---- on policy, and after an update --------------------------------------------------------------------------------
@@ -207,9 +187,6 @@ def test_what_describes_the_policy_is_a_mean_over_the_tokens_that_were_looked_at
     assert losses["entropy"] == pytest.approx(float(now.entropy[looked_at].mean()), rel=1e-4)
     assert losses["ratio_deviation"] == pytest.approx(float((log_ratio.exp() - 1).abs().mean()), rel=1e-4)
     assert losses["approx_kl"] == pytest.approx(float((log_ratio.exp() - 1 - log_ratio).mean()), rel=1e-4)
-    up = (experience.advantages > 0)[looked_at]
-    too_far = torch.where(up, log_ratio.exp() > 1.2, log_ratio.exp() < 0.8)
-    assert losses["clip_fraction"] == pytest.approx(float(too_far.float().mean()), rel=1e-4) and too_far.any()
     tied = experience_of(run, experience.rollout, torch.zeros(len(experience.mask) // 4, 4))
     of_none = dict.fromkeys(losses, math.nan) | {"total_loss": 0.0, "policy_loss": 0.0}
     assert forward_backward(run, tied) == pytest.approx(of_none, nan_ok=True), "the same names"
@@ -275,14 +252,6 @@ def test_rows_that_are_not_trained_on_have_no_influence(base, terms, overlong):
     assert untrained.sum() >= 3 and not second.mask[untrained].any() and whole.norm() > 0
     torch.testing.assert_close(first.advantages[~untrained], second.advantages[~untrained], atol=1e-5, rtol=1e-5)
     assert differ(same, whole) < 1e-5 and again == pytest.approx(losses, rel=1e-4, abs=1e-6)
-    if "kl" in first.metrics:                             # of the reward: the loss has no second one
-        assert "kl" not in losses
-        assert first.metrics["kl"] == pytest.approx(second.metrics["kl"], rel=1e-4)
-    if "kl" in first.metrics and run.policy.value_head is None:  # centred over the others of the group alone
-        run.config = replace(run.config, grpo=replace(run.config.grpo, kl_penalty_coef=0.0))
-        penalty = (first.advantages - experience_of(run, rollout, points).advantages)[:, 0].view(4, 4)
-        assert not penalty.masked_fill(~untrained.view(4, 4), 0.0).any() and penalty.abs().max() > 0.01
-        torch.testing.assert_close(penalty.sum(dim=1), torch.zeros(4), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("settings", [{}, dict(use_kl_penalty=True), dict(use_value_head=True), dict(importance_cap=2.0),
@@ -375,6 +344,20 @@ def test_a_step_whose_gradient_or_loss_alone_is_not_finite_changes_nothing_and_i
         parameter.grad.zero_()
     assert take_step(run, losses)["skipped"] == 0
     assert all(map(torch.equal, before, run.policy.parameters)), "momentum moves nothing"
+
+
+@pytest.mark.parametrize("settings", [{}, dict(importance_cap=2.0), dict(use_value_head=True), dict(minibatch_size=4)], ids=str)
+def test_a_wrong_sampler_is_found_in_the_first_update_that_forwards_a_row(base, monkeypatch, settings):
+    """Groups without a signal have no ratios, here or in minibatches before it, unless the trainer's log-probabilities are needed."""
+    run = with_settings(base, **settings)
+    groups, mixed = sample_groups(run, next(run.batches)), torch.zeros(4, 4)
+    groups.rollout.sampling_logp -= 0.05 * groups.rollout.completion_mask
+    mixed[2, 0] = 1.0
+    for rewards in torch.zeros(4, 4), mixed:
+        monkeypatch.setattr(train, "sample_groups", lambda *_, rewards=rewards: replace(groups, rewards=rewards))
+        found = rewards.any() or settings.keys() & {"importance_cap", "use_value_head"}
+        with pytest.raises(RatioError, match="first ratios must be 1, but differ from it by") if found else nullcontext():
+            train.grpo_training_step(run, next(run.batches))
 
 
 @pytest.mark.parametrize("engine,precision,tolerance", [

@@ -15,7 +15,7 @@ from contextlib import suppress
 import pytest
 import torch
 from conftest import (
-    QUICK, assert_same, assert_same_to_rounding, comparable, ctrl_c_after, length_reward, num_steps,
+    QUICK, assert_same, assert_same_to_rounding, ctrl_c_after, length_reward, num_steps,
     run_folder,
 )
 from project_files import ROOT
@@ -26,12 +26,11 @@ import train
 from engine.cache import PrefixCache
 from engine.errors import RunError
 from engine import devices
-from policy import Policy
+from policy import Policy, RatioError
 from runs.checkpoint import latest_checkpoint
 from runs.errors import exit_on_errors, stop_on_signal
 from runs.folder import read_jsonl
 
-FLAGS = "--use_grpo --max_steps 4 --save_steps 1 --learning_rate 1e-3 --keep_checkpoints 3".split()
 OUT_OF_MEMORY = (
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nDetails"),
     RuntimeError("[enforce fail at alloc_cpu.cpp:121] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."),
@@ -137,9 +136,6 @@ def test_sampling_that_finds_no_memory_samples_fewer_at_once_and_the_same(tmp_pa
     assert saved_setting(failed, "grpo", "generation_batch_size") == 8
     texts = [[r["completion_ids"] for r in read_jsonl(folder / "rollouts.jsonl")] for folder in (whole, failed)]
     assert texts[0] == texts[1] and len(texts[0]) == 2 * 16
-    for ours, theirs in zip(comparable(whole), comparable(failed), strict=True):         # rows of a pass round differently
-        numbers = [{name: x for name, x in line.items() if isinstance(x, int | float)} for line in (ours, theirs)]
-        assert numbers[0] == pytest.approx(numbers[1], rel=1e-3, abs=1e-5)
 
 
 # ---- signals and exit codes ----------------------------------------------------------------------------------------
@@ -149,7 +145,7 @@ def test_sampling_that_finds_no_memory_samples_fewer_at_once_and_the_same(tmp_pa
 def test_a_closed_terminal_ends_the_step_and_saves(tmp_path):
     pid, terminal = pty.fork()
     if pid == 0:
-        flags = [*QUICK, "--output_dir", str(tmp_path / "run"), *FLAGS, "--max_steps", "1000", "--num_epochs", "99"]
+        flags = [*QUICK, "--output_dir", str(tmp_path / "run"), *"--use_grpo --save_steps 1 --max_steps 1000 --num_epochs 99".split()]
         try:
             signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup may have started the tests
             os.execv(sys.executable, [sys.executable, str(ROOT / "train.py"), *flags])
@@ -218,7 +214,7 @@ def test_a_second_ctrl_c_leaves_at_once_with_one_line(tmp_path):
 
 
 @pytest.mark.parametrize("error,code,shown", [
-    (RunError("wrong"), 1, "train.py: wrong"), (OSError(errno.ENOSPC, "No space left on device"), 1, "No space left"),
+    (RunError("wrong"), 1, "train.py: wrong"), (RatioError("wrong"), 1, "train.py: wrong"), (OSError(errno.ENOSPC, "No space left on device"), 1, "No space left"),
     (KeyboardInterrupt(), 130, "train.py: stopped at once; --resume continues"), (ValueError("--seed=x: wrong"), 2, "train.py: error: --seed=x: wrong"),
     (OUT_OF_MEMORY[0], 1, "lower --generation_batch_size"), (OUT_OF_MEMORY[1], 1, "lower --generation_batch_size"),
     (RuntimeError("a bug"), None, ""), (KeyError("a bug"), None, ""),
