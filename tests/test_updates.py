@@ -352,7 +352,8 @@ def test_a_wrong_sampler_is_found_in_the_first_update_that_forwards_a_row(base, 
     run = with_settings(base, **settings)
     groups, mixed = sample_groups(run, next(run.batches)), torch.zeros(4, 4)
     groups.rollout.sampling_logp -= 0.05 * groups.rollout.completion_mask
-    mixed[2, 0] = 1.0
+    mixed[3, 0] = 1.0
+    monkeypatch.setattr(train, "minibatches", lambda config, *_: torch.arange(16).split(config.minibatch_size or 16))
     for rewards in torch.zeros(4, 4), mixed:
         monkeypatch.setattr(train, "sample_groups", lambda *_, rewards=rewards: replace(groups, rewards=rewards))
         found = rewards.any() or settings.keys() & {"importance_cap", "use_value_head"}
