@@ -77,9 +77,7 @@ def test_the_same_conversation_alone_in_a_batch_from_a_queue_and_looked_at_seldo
     monkeypatch.setitem(sampler.TOKENS_BETWEEN_CHECKS, "cpu", 8)                    # as on a GPU
     for engine in "shared", "plain":
         seldom = sample_conversations(model, tokenizer, settings, engine=engine)
-        assert same(seldom, together)
-        trained = make_engine("shared", model, tokenizer).log_probs(seldom)
-        assert (seldom.sampling_logp - trained.logp).abs().max() < 1e-4
+        assert same(seldom, together) and (seldom.sampling_logp - together.sampling_logp).abs().max() < 1e-4
 
 
 ALTERNATE = "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
