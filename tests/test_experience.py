@@ -254,7 +254,7 @@ def test_the_ratio_of_ratio_k3_is_capped_by_importance_cap_with_its_gradient_and
 
 def test_the_kl_in_the_reward_is_taken_off_within_a_group_without_rows_that_are_not_trained_on():
     mask, logp = torch.tensor([[1, 1], [1, 0], [1, 1]]).bool(), numbers([-1.0, -2.0], [-1.0, 0.0], [-1.0, -1.0])
-    groups = Groups([{}], rollout_of(mask, logp - 3), None, {}, numbers([1.0, 2.0, math.nan]))          # the sampler rounds otherwise
+    groups = Groups([{}], rollout_of(mask, logp - 3), None, {}, numbers([1.0, 2.0, math.nan]))  # another sampler
     config = GRPOConfig(use_kl_penalty=True, kl_penalty_coef=0.5, kl_in="reward", num_completions_per_prompt=3)
     reference = policy_of(numbers([-2.0, -2.5], [-1.5, 0.0], [-9.0, -9.0]))
     made = compute_experience(groups, numbers([0.75, -0.75, 0.0]), config, policy_of(logp, same_arithmetic=False), reference)

@@ -167,8 +167,9 @@ def test_gdpo_adds_up_the_advantages_of_each_function_by_hand():
     assert points.tolist()[0] == pytest.approx(expected, rel=1e-5)
     partly = torch.where(right == 1, torch.nan, short)
     unscored, without = (
-        combine_and_clip(GRPOConfig(**settings), right + partly, {"a": of_a, "b": partly, "c": nobody}) for of_a in (right, right + 0 * partly))
-    torch.testing.assert_close(unscored, without, equal_nan=True)                # points of an unscored one do not count for its siblings
+        combine_and_clip(GRPOConfig(**settings), right + partly, {"a": points_of_a, "b": partly, "c": nobody})
+        for points_of_a in (right, right + 0 * partly))   # those of an unscored one do not count for its siblings
+    torch.testing.assert_close(unscored, without, equal_nan=True)
     assert torch.equal(unscored.isnan(), partly.isnan())
     summed = combine_and_clip(GRPOConfig(), right, {"a": right, "b": short})
     assert torch.equal(summed, right), "the default changes nothing"

@@ -348,7 +348,7 @@ def test_a_step_whose_gradient_or_loss_alone_is_not_finite_changes_nothing_and_i
 
 @pytest.mark.parametrize("settings", [{}, dict(importance_cap=2.0), dict(use_value_head=True), dict(minibatch_size=4)], ids=str)
 def test_a_wrong_sampler_is_found_in_the_first_update_that_forwards_a_row(base, monkeypatch, settings):
-    """Groups without a signal have no ratios, here or in minibatches before it, unless the trainer's log-probabilities are needed."""
+    """Groups without a signal have no ratios, unless the trainer's log-probabilities are computed before."""
     run = with_settings(base, **settings)
     groups, mixed = sample_groups(run, next(run.batches)), torch.zeros(4, 4)
     groups.rollout.sampling_logp -= 0.05 * groups.rollout.completion_mask

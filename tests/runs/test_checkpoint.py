@@ -21,7 +21,7 @@ STATE = {"progress": {"step": 1}, "settings": {}, "versions": {}}
 @pytest.mark.parametrize("owner,operation,name", [
     (checkpoint, "flush", "model.safetensors"), (checkpoint, "flush", "writing"), (Path, "rename", "writing"),
 ])
-def test_a_final_model_that_does_not_fit_or_cannot_be_renamed_leaves_the_one_before_it(tmp_path, monkeypatch, owner, operation, name):
+def test_a_final_model_that_cannot_be_written_leaves_the_one_before_it(tmp_path, monkeypatch, owner, operation, name):
     (model, tokenizer), final, real = load_any_policy(train.ModelConfig()), tmp_path / "final", getattr(owner, operation)
     final.mkdir()
     (final / "before").touch()

@@ -214,7 +214,8 @@ def test_a_second_ctrl_c_leaves_at_once_with_one_line(tmp_path):
 
 
 @pytest.mark.parametrize("error,code,shown", [
-    (RunError("wrong"), 1, "train.py: wrong"), (RatioError("wrong"), 1, "train.py: wrong"), (OSError(errno.ENOSPC, "No space left on device"), 1, "No space left"),
+    (RunError("wrong"), 1, "train.py: wrong"), (OSError(errno.ENOSPC, "No space left on device"), 1, "No space left"),
+    (RatioError("wrong"), 1, "train.py: wrong"),
     (KeyboardInterrupt(), 130, "train.py: stopped at once; --resume continues"), (ValueError("--seed=x: wrong"), 2, "train.py: error: --seed=x: wrong"),
     (OUT_OF_MEMORY[0], 1, "lower --generation_batch_size"), (OUT_OF_MEMORY[1], 1, "lower --generation_batch_size"),
     (RuntimeError("a bug"), None, ""), (KeyError("a bug"), None, ""),
