@@ -13,16 +13,6 @@ from runs.command_line import parse_config
 from sources.settings import resumed
 
 
-def test_the_defaults_that_others_rely_on():
-    grpo = GRPOConfig()
-    expected = dict(
-        num_completions_per_prompt=4, generation_max_length=256, generation_temperature=0.8, generation_top_p=0.9,
-        generation_top_k=50, normalize_advantages=True, use_kl_penalty=True, kl_penalty_coef=0.01,
-    )
-    assert {name: getattr(grpo, name) for name in expected} == expected
-    assert grpo.weights == [1.0, 0.2, 0.1] and GRPOConfig(reward_functions=["correctness", "check_numbers"]).weights == [1.0, 1.0]
-
-
 def test_the_help_of_profile_names_every_profile():
     (help,) = (f.metadata["help"] for f in dataclasses.fields(TrainingConfig) if f.name == "profile")
     assert all(f" {name}" in help for name in PROFILES)
@@ -62,7 +52,8 @@ def test_a_phase_is_as_many_steps_long_as_its_epochs_have_updates():
     assert steps("--use_grpo --batch_size 64 --num_epochs 2 --cold_start_steps 9") == [("cold_start", 9), ("grpo", 32)]
     several = "--use_grpo --batch_size 64 --num_epochs 2 --cold_start_steps 0 --ppo_epochs 3 --minibatch_size 64"
     assert steps(several) == [("grpo", 32 * 3 * 4)] and steps(f"{several} --max_steps 50") == [("grpo", 50)]
-    assert steps("--batch_size 64 --num_epochs 2 --ppo_epochs 3") == [("supervised", 32)]
+    greedily = "--generation_temperature 0"               # which only supervised runs may be evaluated
+    assert steps(f"--batch_size 64 --num_epochs 2 --ppo_epochs 3 {greedily}") == [("supervised", 32)]
 
 
 def test_defaults_are_those_of_the_fields_and_a_profile_is_named():
@@ -98,7 +89,7 @@ def test_a_run_that_python_resumes_has_its_settings_and_those_that_differ_from_t
     (tmp_path / "config.json").write_text(json.dumps(saved.as_dict()))
     config = resumed(Config(grpo=GRPOConfig(ppo_epochs=2), training=TrainingConfig(resume=True, output_dir=str(tmp_path))))
     assert config == parse_config(["--resume", "--output_dir", str(tmp_path), "--ppo_epochs", "2"])
-    assert config.grpo.overlong == "penalise" and resumed(saved) is saved
+    assert (config.grpo.overlong, config.grpo.ppo_epochs) == ("penalise", 2) and resumed(saved) is saved
     (tmp_path / "config.json").write_text('{"no_such_flag": 1}')
     with pytest.raises(ValueError, match="no_such_flag: unknown"):
         resumed(config)

@@ -54,11 +54,9 @@ def test_a_head_of_its_own_in_the_files_of_a_config_that_ties_it_is_kept_as_tran
     assert tied.config.tie_word_embeddings and tied.lm_head.weight is move(tied, torch.device("cpu")).model.embed_tokens.weight
 
 
-def test_the_built_in_model_is_a_gemma_3_of_a_million_parameters():
+def test_the_built_in_model_has_a_million_parameters():
     model, tokenizer = load_any_policy(ModelConfig())
-    assert model.config.model_type == "gemma3_text"
-    assert 0.9e6 < sum(p.numel() for p in model.parameters()) < 1.1e6
-    assert set(model.config.layer_types) == {"sliding_attention", "full_attention"} and not model.training
+    assert 0.9e6 < sum(p.numel() for p in model.parameters()) < 1.1e6 and not model.training
     eager, _ = load_any_policy(ModelConfig(attn_implementation="eager"))
     assert eager.config._attn_implementation == make_reference(eager).config._attn_implementation == "eager"
     assert len({tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id}) == 3
@@ -113,30 +111,24 @@ def test_frozen_weights_that_autocast_leaves_stay_as_they_are(precision, kept):
     assert model.model.layers[0].mlp.up_proj.weight.dtype == getattr(torch, precision)
 
 
-def test_a_reference_in_half_has_the_log_probabilities_of_the_policy(model, tokenizer, settings):
+def test_a_reference_in_half_has_the_log_probabilities_of_the_policy_and_keeps_them(model, tokenizer, settings):
+    """Precision and recomputation wrap methods of the model; the copy's must be bound to the copy."""
     engine = make_engine("shared", with_precision(model, "bfloat16"), tokenizer)
+    recompute_activations(model)
     rollout = engine.sample(PROMPTS, settings, 0)
     reference, exact = make_reference(model), make_reference(model, exact=True)
     assert {p.dtype for p in model.parameters()} == {p.dtype for p in exact.parameters()} == {torch.float32}
     layers = sum(p.numel() for p in reference.parameters() if p.dtype == torch.bfloat16)
     assert layers > 0.9 * sum(m.weight.numel() for m in text_model(model).modules() if type(m).__name__ in ("Linear", "Conv1D"))
-    assert torch.equal(engine.like(reference).log_probs(rollout).logp, engine.log_probs(rollout).logp)
+    before = engine.log_probs(rollout).logp
+    for changed in False, True:
+        assert torch.equal(engine.like(reference).log_probs(rollout).logp, before)
+        assert torch.allclose(engine.log_probs(rollout).logp, before) is not changed
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.5)
     engine.update_reference(engine.like(reference), alpha=0.0)
     assert all(torch.equal(p.to(kept.dtype), kept) for p, kept in zip(model.parameters(), reference.parameters(), strict=True))
-
-
-def test_a_frozen_copy_of_a_wrapped_model_is_its_own(model, tokenizer, settings):
-    """Precision and recomputation wrap methods of the model; the copy's must be bound to the copy."""
-    engine = make_engine("shared", model, tokenizer)
-    rollout = engine.sample(PROMPTS, settings, 0)
-    recompute_activations(with_precision(model, "bfloat16"))
-    reference = engine.like(make_reference(model))
-    before = reference.log_probs(rollout).logp
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1.5)
-    assert (reference.log_probs(rollout).logp == before).all()
-    assert not torch.allclose(engine.log_probs(rollout).logp, before)
 
 
 def broken(folder, name, **changes):
@@ -147,10 +139,7 @@ def broken(folder, name, **changes):
 
 FOREIGN = {
     "a pickle": lambda f: ((f / "model.safetensors").unlink(), (f / "pytorch_model.bin").write_bytes(pickle.dumps({"a": print}))),
-    "bitsandbytes": lambda f: broken(f, "config.json", quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True}),
     "small vocabulary": lambda f: broken(f, "config.json", vocab_size=10),
-    "cut weights": lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-500]),
-    "no weights": lambda f: save_file({}, f / "model.safetensors", metadata={"format": "pt"}),
     "a layer of another name": lambda f: save_file(
         {name.replace("layers.1.mlp", "layers.7.mlp"): tensor for name, tensor in load_file(f / "model.safetensors").items()},
         f / "model.safetensors", metadata={"format": "pt"}),
@@ -170,7 +159,7 @@ def test_whatever_a_library_raises_while_a_model_is_loaded_is_one_line_with_the_
         load_any_policy(ModelConfig(str(tmp_path)))
     message = str(error.value)
     assert message.startswith(f"--model_path={tmp_path}: ") and "\n" not in message and message.count("--model_path") == 1
-    assert ("its files lack" in message) == (fault in ("no weights", "a layer of another name"))
+    assert ("its files lack" in message) == (fault == "a layer of another name")
 
 
 def test_weights_of_a_tower_that_text_does_not_pass_may_be_missing(tmp_path, tokenizer):

@@ -31,7 +31,6 @@ GOLD = "<reasoning>7+5=12 4+8+1=13</reasoning><answer>132</answer>"
     [
         (GOLD, "132", 1.0),
         ("a <answer> 132 </answer> b", "132", 1.0),
-        ("<answer>132", "132", 0.0),
         ("</answer>132<answer>", "132", 0.0),
         ("<answer><answer>132</answer></answer>", "132", 0.0),
         ("<answer>131</answer><answer>132</answer>", "132", 0.0),
@@ -43,7 +42,6 @@ GOLD = "<reasoning>7+5=12 4+8+1=13</reasoning><answer>132</answer>"
         ("<answer>nan</answer>", math.nan, None),
         ("<answer>nan</answer>", "nan", None),            # what data.py makes of the number
         ("<answer>nan</answer>", [math.nan, "132"], 0.0),
-        ("</answer><answer>132</answer>", "132", 0.0),
         ("<answer>1e400</answer>", "inf", 0.0),
         ([{"role": "assistant", "content": GOLD}], "132", 1.0),
     ],
@@ -64,7 +62,6 @@ def test_correctness(text, truth, points):
         ("<reasoning>" * 3, 0.0),
         ("</reasoning>x<reasoning></answer>1<answer>", 0.0),
         ("<reasoning>x</reasoning><answer>" * 2000, 0.0),          # in no time
-        ("", 0.0),
     ],
 )
 def test_reasoning_coherence(text, points):
@@ -94,7 +91,7 @@ def test_every_gold_answer_of_gsm8k_is_right_and_its_successor_wrong():
     assert set(check_answer(gold, answer=answers)) == {3.0}
     after = [f"<reasoning>x</reasoning><answer>{int(a) + 1}</answer>" for a in answers]
     assert set(rewards.correctness(after, answer=answers)) == {0.0} and 3.0 not in check_answer(after, answer=answers)
-    if importlib.util.find_spec("math_verify") and sys.platform == "linux":
+    if sys.platform == "linux":
         assert set(math_equality(gold, answer=answers)) == {1.0}
         assert set(math_equality(after[:200], answer=answers[:200])) == {0.0}
 
@@ -110,8 +107,6 @@ COLUMNS = dict(
     "text", ["", "<answer>", "</answer><answer>", "\x00é" * 9, f"<answer>{'9' * 5000}</answer>", "." * 99, "\ud800"]
 )
 def test_nothing_that_a_model_prints_makes_a_reward_function_raise(name, text):
-    if name == "math_equality" and not importlib.util.find_spec("math_verify"):
-        pytest.skip("needs math-verify")
     columns = {column: [value] * 2 for column, value in COLUMNS.items()}
     columns["answer"] = ["B" if name == "multiple_choice" else "132"] * 2
     for points in load_reward_function(name)([text, text], prompts=["p", "p"], **columns):
@@ -153,36 +148,13 @@ def rename(function, name):
     return function
 
 
-def test_functions_get_what_trl_passes_and_all_are_started_before_the_first_is_awaited():
-    calls, examples = [], [{"prompt": "1+1", "answer": "2"}, {"prompt": [{"role": "user", "content": "Say it."}], "answer": None}]
-
-    def later(completions, **columns):
-        calls.append("started")
-        return lambda: calls.append("awaited") or [0.0] * 4
-
-    def tokens(completions, prompts, completion_ids, answer, **columns):
-        calls.append("tokens")
-        assert completions == ["a", "b", *([{"role": "assistant", "content": text}] for text in "cd")]
-        assert prompts == ["1+1"] * 2 + [examples[1]["prompt"]] * 2 and answer == ["2", "2", None, None] and columns == {}
-        return [len(ids) for ids in completion_ids]
-
-    total, _ = compute_rewards_for_completions([later, tokens], [1.0, 1.0], rollout_of("a", "b", "c", "d"), examples)
-    assert total.tolist() == [[2.0, 2.0], [2.0, 2.0]] and calls == ["started", "tokens", "awaited"]
-
-
-@pytest.mark.parametrize("returned,message", [
-    ([1.0], "returned 1 values for 4 completions; return a list with one number \\(or None\\) for each of the 4 completions"),
-    (["x"] * 4, "returned \\['x', 'x', 'x', 'x'\\]; return a list with one number"), ([math.inf] * 4, "infinite"),
+@pytest.mark.parametrize("functions,message", [
+    ([lambda **columns: [1.0]], "reward function <lambda> returned 1 values for 4 completions; return a list with one number"),
+    ([lambda **columns: [1.0] * 4] * 2, "have the name <lambda>"),
 ])
-def test_what_is_no_list_of_finite_numbers_is_refused(returned, message):
+def test_what_is_no_list_of_a_number_for_each_and_two_functions_of_one_name_are_refused(functions, message):
     with pytest.raises(ValueError, match=message):
-        compute_rewards_for_completions([lambda **columns: returned], [1.0], rollout_of("a", "b", "c", "d"), EXAMPLES)
-
-
-def test_two_functions_of_one_name_are_rejected():
-    two = [lambda completions, **columns: [1.0] * 4, lambda completions, **columns: [2.0] * 4]
-    with pytest.raises(ValueError, match="have the name <lambda>"):
-        compute_rewards_for_completions(two, [1.0, 1.0], rollout_of("a", "b", "c", "d"), EXAMPLES)
+        compute_rewards_for_completions(functions, [1.0] * len(functions), rollout_of("a", "b", "c", "d"), EXAMPLES)
 
 
 def test_gdpo_adds_up_the_advantages_of_each_function_by_hand():
@@ -194,7 +166,10 @@ def test_gdpo_adds_up_the_advantages_of_each_function_by_hand():
     expected = [-half - 0.75 * third, half - 0.25 * third, half + 0.25 * third, -half + 0.75 * third]
     assert points.tolist()[0] == pytest.approx(expected, rel=1e-5)
     partly = torch.where(right == 1, torch.nan, short)
-    unscored = combine_and_clip(GRPOConfig(**settings), right, {"a": right, "b": partly, "c": nobody})
+    unscored, without = (
+        combine_and_clip(GRPOConfig(**settings), right + partly, {"a": points_of_a, "b": partly, "c": nobody})
+        for points_of_a in (right, right + 0 * partly))   # those of an unscored one do not count for its siblings
+    torch.testing.assert_close(unscored, without, equal_nan=True)
     assert torch.equal(unscored.isnan(), partly.isnan())
     summed = combine_and_clip(GRPOConfig(), right, {"a": right, "b": short})
     assert torch.equal(summed, right), "the default changes nothing"

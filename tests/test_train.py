@@ -27,38 +27,6 @@ def test_several_updates_per_rollout_count_as_so_many_steps_and_end_on_time(tmp_
     assert steps[-1]["learning_rate"] == pytest.approx(0, abs=1e-9), "the schedule counts the same steps"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("flags", [
-    "", "--importance_cap 2", "--use_value_head", "--ppo_epochs 2 --minibatch_size 8", "--reward_functions {tied}",
-    "--reward_functions {tied} --minibatch_size 4",
-])
-def test_a_wrong_sampler_ends_the_run_in_the_first_update_that_forwards_a_row(tmp_path, monkeypatch, capsys, flags):
-    """Log-probabilities are shifted from the second rollout on; with {tied} from the first, of which all groups are tied."""
-    (tmp_path / "tied.py").write_text(
-        "calls = []\ndef tied(completions, prompts, **columns):\n    calls.append(1)\n"
-        "    return [float(len(calls) > 1 and p == prompts[0] and len(c)) for c, p in zip(completions, prompts)]\n")
-    real, rollouts = train.sample_and_score, []
-
-    def sampler(*args, **options):
-        groups = real(*args, **options)
-        rollouts.append(groups.rollout)
-        if len(rollouts) > ("tied" not in flags):
-            groups.rollout.sampling_logp -= 0.05 * groups.rollout.completion_mask
-        return groups
-
-    monkeypatch.setattr(train, "sample_and_score", sampler)
-    flags = flags.format(tied=f"{tmp_path}/tied.py:tied").split() or ["--reward_functions", length_reward(tmp_path)]
-    if "--reward_functions" not in flags:
-        flags += ["--reward_functions", length_reward(tmp_path)]
-    with pytest.raises(SystemExit) as stop:
-        run_folder(tmp_path / "run", "--use_grpo", "--cold_start_steps", "0", "--max_steps", "20", "--eval_limit", "0", *flags)
-    printed = capsys.readouterr()
-    assert stop.value.code == 1 and "first ratios must be 1, but differ from it by" in printed.err
-    assert len(rollouts) == 2, "the second rollout is the first that is wrong and has a gradient"
-    steps = [line for line in read_jsonl(tmp_path / "run/metrics.jsonl") if line["phase"] == "grpo"]
-    assert len(steps) == 1 and ("saved to" in printed.out) == any((tmp_path / "run/checkpoints").glob("step-*"))
-
-
 def test_the_hard_assertions_hold_under_python_O(tmp_path, monkeypatch):
     """Groups of another shape, and advantages that do not sum to 0, end the step: train.py is compiled as by python -O."""
     source, optimized = Path(train.__file__).read_text() + "\nassert False", ModuleType("optimized")
@@ -117,16 +85,6 @@ def test_a_moving_average_keeps_the_bits_that_a_copy_does_not_need(tmp_path, mod
     run = start_run(tmp_path, *flags.split(), mode)
     assert run.reference.model.model.layers[0].mlp.up_proj.weight.dtype == stored
     assert run.reference.model.model.embed_tokens.weight.dtype == run.policy.model.model.layers[0].mlp.up_proj.weight.dtype == torch.float32
-
-
-@pytest.mark.slow
-def test_float16_scales_the_loss_and_has_the_gradient_of_float32(tmp_path):
-    """The runs are evaluated greedily, which only supervised ones may be."""
-    flags, norms = "--max_steps 2 --generation_temperature 0 --precision".split(), []
-    for precision in "float32", "float16":
-        lines = read_jsonl(run_folder(tmp_path / precision, *flags, precision) / "metrics.jsonl")
-        norms.append([line["grad_norm"] for line in lines if line["phase"] == "supervised"])
-    assert len(norms[0]) == 2 and norms[0] != norms[1] and norms[1] == pytest.approx(norms[0], rel=0.02)
 
 
 def test_tied_groups_alone_have_no_gradient_to_scale_in_float16(tmp_path):

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import experience_of, kept_by_hand, logits_alone, with_settings
+from conftest import experience_of, kept_by_hand, with_settings
 from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils import parameters_to_vector
@@ -16,7 +16,7 @@ import train
 from engine import make_engine
 from engine.models import with_precision
 from experience import Batch, minibatches
-from grpo import LOSSES, importance_weights, policy_loss, weighted_loss
+from grpo import LOSSES, policy_loss, weighted_loss
 from policy import RatioError
 from sample import Rollout
 from train import sample_groups
@@ -88,26 +88,14 @@ def with_engine(run, name, max_tokens):
     run.policy.train_with(old.optimizer, old.scheduler, old.value_head)
 
 
-def changed(experience, of_completions, of_prompts):
-    """The same experience with a function applied to each tensor of its 16 completions, and another to those of its 4 prompts."""
-    def tensors(item):
-        found = {name: x for name, x in vars(item).items() if isinstance(x, Tensor)}
-        return {name: of_prompts(x) if len(x) == 4 else of_completions(x) for name, x in found.items()}
-
-    return replace(experience, **tensors(experience), rollout=replace(experience.rollout, **tensors(experience.rollout)))
-
-
-def reordered(experience, groups):
-    """The same experience with its groups in another order."""
-    return changed(experience, lambda x: x.unflatten(0, (4, 4))[groups].flatten(0, 1), lambda x: x[groups])
-
-
 def padded(experience, left, right):
-    """The same experience with more padding before the prompts and after the completions, and garbage in it."""
-    def wider(x, *sides):
-        return pad(x, sides, value=False if x.dtype == torch.bool else 7) if x.ndim == 2 else x
+    """The same experience with more padding before its 4 prompts and after its 16 completions, and garbage in it."""
+    def wider(item):
+        tensors = {name: x for name, x in vars(item).items() if isinstance(x, Tensor) and x.ndim == 2}
+        sides = {4: (left, 0), 16: (0, right)}
+        return {name: pad(x, sides[len(x)], value=False if x.dtype == torch.bool else 7) for name, x in tensors.items()}
 
-    wide = changed(experience, lambda x: wider(x, 0, right), lambda x: wider(x, left, 0))
+    wide = replace(experience, **wider(experience), rollout=replace(experience.rollout, **wider(experience.rollout)))
     return replace(wide, old_logp=wide.old_logp.masked_fill(~wide.mask, math.nan))
 
 
@@ -129,14 +117,9 @@ def test_the_gradient_of_a_step_does_not_depend_on_how_it_is_cut_padded_or_order
             module.to(dtype)
     whole, losses = gradient(run, experience)
     assert whole.norm() > 0 and losses["ratio_deviation"] > 0.1
-    variants = {
-        "padding": (padded(experience, 3, 5), None),
-        "permuted groups": (reordered(experience, torch.tensor([2, 0, 3, 1])), None),
-        "permuted rows": (experience, torch.randperm(16)),
-    }
-    for name, (variant, rows) in variants.items():
+    for variant, rows in (padded(experience, 3, 5), None), (experience, torch.randperm(16)):
         same, _ = gradient(run, variant, rows)
-        assert differ(same, whole) < tolerance, f"{name}: {differ(same, whole)}"
+        assert differ(same, whole) < tolerance, f"{rows=}: {differ(same, whole)}"
     for budget, shared in (200, True), (61, True), (1, True), (150, False):
         with_engine(run, "shared" if shared else "plain", budget)
         cut, parts = gradient(run, experience)
@@ -165,7 +148,7 @@ def test_rows_that_are_not_forwarded_would_have_no_gradient(base, monkeypatch, f
 
 
 def test_a_new_term_of_the_loss_and_a_new_metric_are_one_edit_each(base, monkeypatch):
-    """The term acts on tied rows too, which are not forwarded for the policy loss alone; supervised training has none of it."""
+    """The term acts on tied rows too, which are not forwarded for the policy loss alone."""
     run, usual_loss = with_settings(base), train.grpo_loss
     experience = off_policy(run)
     without, _ = gradient(run, experience)
@@ -188,9 +171,6 @@ def test_a_new_term_of_the_loss_and_a_new_metric_are_one_edit_each(base, monkeyp
     run.config = replace(run.config, training=replace(run.config.training, max_grad_norm=1e-9))          # the policy stays as it is
     metrics, _ = train.grpo_training_step(run, next(run.batches))
     assert metrics["probability"] == pytest.approx(10 * metrics["length_term"])
-    metrics, experience = train.supervised_training_step(run, next(run.batches))
-    logp = run.policy.log_probs(experience.rollout).logp[experience.mask]
-    assert metrics["loss"] == pytest.approx(-float(logp.mean())) and "probability" not in metrics
 
 
 # ---- on policy, and after an update --------------------------------------------------------------------------------
@@ -207,9 +187,6 @@ def test_what_describes_the_policy_is_a_mean_over_the_tokens_that_were_looked_at
     assert losses["entropy"] == pytest.approx(float(now.entropy[looked_at].mean()), rel=1e-4)
     assert losses["ratio_deviation"] == pytest.approx(float((log_ratio.exp() - 1).abs().mean()), rel=1e-4)
     assert losses["approx_kl"] == pytest.approx(float((log_ratio.exp() - 1 - log_ratio).mean()), rel=1e-4)
-    up = (experience.advantages > 0)[looked_at]
-    too_far = torch.where(up, log_ratio.exp() > 1.2, log_ratio.exp() < 0.8)
-    assert losses["clip_fraction"] == pytest.approx(float(too_far.float().mean()), rel=1e-4) and too_far.any()
     tied = experience_of(run, experience.rollout, torch.zeros(len(experience.mask) // 4, 4))
     of_none = dict.fromkeys(losses, math.nan) | {"total_loss": 0.0, "policy_loss": 0.0}
     assert forward_backward(run, tied) == pytest.approx(of_none, nan_ok=True), "the same names"
@@ -242,14 +219,9 @@ def test_the_policy_gradient_is_the_enumerated_gradient_of_the_truncated_policy(
 def test_the_entropy_bonus_has_the_gradient_of_the_entropy(base):
     run = with_settings(base, entropy_coef=0.5)
     rollout = sample_groups(run, next(run.batches)).rollout
-    experience = experience_of(run, rollout, torch.zeros(4, 4))          # all tied: nothing but the bonus is left
-    ours, losses = gradient(run, experience)
-    total = 0.0
-    for row in range(len(rollout.completion_ids)):
-        logits, _ = logits_alone(run.policy.model, rollout, row)
-        total = total - (logits.softmax(-1) * logits.log_softmax(-1)).sum()
-    assert differ(ours, gradient_of(run.policy, -0.5 * total / rollout.completion_mask.sum())) < 1e-4
-    assert losses["entropy"] == pytest.approx(total.item() / int(rollout.completion_mask.sum()), rel=1e-5)
+    ours, _ = gradient(run, experience_of(run, rollout, torch.zeros(4, 4)))      # all tied: nothing but the bonus is left
+    entropy = run.policy.forward(rollout, torch.arange(16)).entropy[rollout.completion_mask]
+    assert differ(ours, gradient_of(run.policy, -0.5 * entropy.mean())) < 2e-6
 
 
 REWARD_KL = dict(use_kl_penalty=True, kl_penalty_coef=0.3, kl_in="reward")
@@ -280,32 +252,6 @@ def test_rows_that_are_not_trained_on_have_no_influence(base, terms, overlong):
     assert untrained.sum() >= 3 and not second.mask[untrained].any() and whole.norm() > 0
     torch.testing.assert_close(first.advantages[~untrained], second.advantages[~untrained], atol=1e-5, rtol=1e-5)
     assert differ(same, whole) < 1e-5 and again == pytest.approx(losses, rel=1e-4, abs=1e-6)
-    if "kl" in first.metrics:                             # of the reward: the loss has no second one
-        assert "kl" not in losses
-        assert first.metrics["kl"] == pytest.approx(second.metrics["kl"], rel=1e-4)
-    if "kl" in first.metrics and run.policy.value_head is None:  # centred over the others of the group alone
-        run.config = replace(run.config, grpo=replace(run.config.grpo, kl_penalty_coef=0.0))
-        penalty = (first.advantages - experience_of(run, rollout, points).advantages)[:, 0].view(4, 4)
-        assert not penalty.masked_fill(~untrained.view(4, 4), 0.0).any() and penalty.abs().max() > 0.01
-        torch.testing.assert_close(penalty.sum(dim=1), torch.zeros(4), atol=1e-4, rtol=0)
-
-
-@pytest.mark.parametrize("cap,same_arithmetic", [(2.0, True), (0.0, False)])
-def test_the_kl_is_that_of_the_policy_where_its_own_log_probabilities_were_computed(base, cap, same_arithmetic):
-    """An engine that rounds differently: neither penalty nor the loss's KL term depends on its log-probabilities."""
-    for kl_in in "reward", "loss":
-        run = with_settings(base, use_kl_penalty=True, kl_penalty_coef=0.3, kl_in=kl_in, importance_cap=cap)
-        rollout = sample_groups(run, next(run.batches)).rollout
-        run.policy.sampler = None if same_arithmetic else "another one"
-        noise = torch.where(rollout.completion_mask, 0.5 * torch.randn(rollout.sampling_logp.shape), 0.0)
-        exact, other = (experience_of(run, replace(rollout, sampling_logp=rollout.sampling_logp + n), torch.full((4, 4), 0.7))
-                        for n in (0 * noise, noise))
-        weights = importance_weights(other.trainer_logp, other.rollout.sampling_logp, other.mask, cap=cap) if cap else 1.0
-        weighted = other.batch(torch.arange(16)).advantages
-        torch.testing.assert_close(exact.advantages * weights, weighted, atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(exact.advantages, other.advantages, atol=1e-5, rtol=1e-5)     # as rollouts.jsonl has them
-        kl = [made.metrics["kl"] if kl_in == "reward" else gradient(run, made)[1]["kl"] for made in (exact, other)]
-        assert kl[0] == pytest.approx(kl[1], rel=1e-5) and kl[0] != 0
 
 
 @pytest.mark.parametrize("settings", [{}, dict(use_kl_penalty=True), dict(use_value_head=True), dict(importance_cap=2.0),
@@ -326,21 +272,17 @@ def test_a_rollout_of_which_nothing_can_be_trained_on_changes_nothing_and_stops_
 
 
 @pytest.mark.parametrize("estimator", ["ratio_k3", "k3", "k2", "exact"])
-@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo"])
-def test_the_kl_term_is_the_estimate_averaged_as_the_loss_is_times_its_coefficient(base, estimator, loss_type):
-    run = with_settings(base, use_kl_penalty=True, kl_penalty_coef=0.7, kl_estimator=estimator, loss_type=loss_type)
+def test_the_kl_term_is_the_estimate_averaged_as_the_loss_is_times_its_coefficient(base, estimator):
+    run = with_settings(base, use_kl_penalty=True, kl_penalty_coef=0.7, kl_estimator=estimator, loss_type="grpo")
     experience = off_policy(run)
     rollout, mask = experience.rollout, experience.mask
     new = run.policy.log_probs(rollout, reference=run.reference)
     x = run.reference.log_probs(rollout).logp - new.logp
     k3, ratio = x.exp() - x - 1, (new.logp - rollout.sampling_logp).exp()
     kl = {"ratio_k3": ratio * k3, "k3": k3, "k2": x**2 / 2, "exact": new.kl}[estimator] * mask
-    averaged = {
-        "dapo": kl.sum() / mask.sum(), "grpo": (kl.sum(1) / mask.sum(1)).mean(), "dr_grpo": kl.sum() / (16 * run.config.grpo.generation_max_length)
-    }[loss_type]
     _, losses = gradient(run, experience)
     assert losses["kl"] == pytest.approx(float(kl.sum() / mask.sum()), rel=1e-3)
-    assert losses["kl_term"] == pytest.approx(0.7 * float(averaged), rel=1e-3)
+    assert losses["kl_term"] == pytest.approx(0.7 * float((kl.sum(1) / mask.sum(1)).mean()), rel=1e-3)
     assert losses["total_loss"] == pytest.approx(losses["policy_loss"] + losses["kl_term"])
 
 
@@ -352,12 +294,6 @@ def test_values_are_learned_where_no_advantage_is_left_too(base):
     _, losses = gradient(run, experience)
     error = (experience.old_values - experience.returns)[experience.mask]
     assert losses["value_loss"] == pytest.approx(float(0.5 * error.square().mean()), rel=1e-4)
-    with torch.no_grad():
-        run.policy.value_head.layers[-1].bias += 0.5      # further than the clip of 0.2
-    _, losses = gradient(run, experience)
-    far, near = (error + 0.5).square(), (error + 0.2).square()
-    assert losses["value_loss"] == pytest.approx(float(0.5 * torch.maximum(far, near).mean()), rel=1e-3)
-    assert not torch.equal(torch.maximum(far, near), far)
 
 
 @pytest.mark.parametrize("mode", ["static", "ema", "periodic"])
@@ -408,6 +344,21 @@ def test_a_step_whose_gradient_or_loss_alone_is_not_finite_changes_nothing_and_i
         parameter.grad.zero_()
     assert take_step(run, losses)["skipped"] == 0
     assert all(map(torch.equal, before, run.policy.parameters)), "momentum moves nothing"
+
+
+@pytest.mark.parametrize("settings", [{}, dict(importance_cap=2.0), dict(use_value_head=True), dict(minibatch_size=4)], ids=str)
+def test_a_wrong_sampler_is_found_in_the_first_update_that_forwards_a_row(base, monkeypatch, settings):
+    """Groups without a signal have no ratios, unless the trainer's log-probabilities are computed before."""
+    run = with_settings(base, **settings)
+    groups, mixed = sample_groups(run, next(run.batches)), torch.zeros(4, 4)
+    groups.rollout.sampling_logp -= 0.05 * groups.rollout.completion_mask
+    mixed[3, 0] = 1.0
+    monkeypatch.setattr(train, "minibatches", lambda config, *_: torch.arange(16).split(config.minibatch_size or 16))
+    for rewards in torch.zeros(4, 4), mixed:
+        monkeypatch.setattr(train, "sample_groups", lambda *_, rewards=rewards: replace(groups, rewards=rewards))
+        found = rewards.any() or settings.keys() & {"importance_cap", "use_value_head"}
+        with pytest.raises(RatioError, match="first ratios must be 1, but differ from it by") if found else nullcontext():
+            train.grpo_training_step(run, next(run.batches))
 
 
 @pytest.mark.parametrize("engine,precision,tolerance", [

@@ -82,25 +82,6 @@ def test_the_interval_of_shares_is_that_with_two_more_zeros_and_ones():
     assert found["accuracy"] == found["reward/mine"] == found["reward/correctness"] and found["accuracy"]["low"] > 0
 
 
-CHANCES = {                     # of success, by problem; problems, completions, share of intervals that hold the truth
-    "some easy, some hard": (lambda g, size: g.beta(0.6, 1.4, size), 100, 1),
-    "near 1": (lambda g, size: g.beta(5, 0.3, size), 10, 16),
-    "3 % hard": (lambda g, size: np.where(g.random(size) < 0.97, 0.999, 0.1), 20, 4),
-}
-
-
-@pytest.mark.parametrize("chances", CHANCES)
-def test_the_interval_of_a_share_holds_the_truth_95_times_of_100(chances):
-    draw, size, n = CHANCES[chances]
-    generator, held = np.random.default_rng(0), 0
-    truth = draw(generator, 1_000_000).mean()
-    for _ in range(500):
-        right = generator.random((size, n)) < draw(generator, size)[:, None]
-        found = estimate_mean(right.mean(axis=1), is_share=True)
-        held += found["low"] <= truth <= found["high"]
-    assert held / 500 >= 0.94
-
-
 # ---- in training ----------------------------------------------------------------------------------------------------
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import importlib.util
 import json
 import math
 import re
@@ -18,8 +17,6 @@ from conftest import start_run
 from test_rewards import EXAMPLES, rollout_of
 from wrapped_rewards import call_and_score, length
 
-from config import GRPOConfig
-from experience import shape_rewards
 from engine.errors import RunError
 from reward_functions.calling import Reports
 from reward_functions.loading import load_reward_function
@@ -59,8 +56,6 @@ TRLS_POINTS = {                 # for a right and a wrong completion of two toke
 @pytest.mark.parametrize("name", TRLS_POINTS)
 def test_reward_functions_of_trl_run_unchanged(name, tmp_path):
     pytest.importorskip("trl", reason="needs trl")
-    if name in ("accuracy_reward", "reasoning_accuracy_reward", "cosine") and not importlib.util.find_spec("math_verify"):
-        pytest.skip("needs math-verify")
     (tmp_path / "of_trl.py").write_text(OF_TRL)
     row = {"prompt": [{"role": "user", "content": "What is half of 1?"}], "solution": "$\\frac{1}{2}$"}
     (tmp_path / "data.jsonl").write_text(json.dumps(row) + "\n")
@@ -134,7 +129,6 @@ def test_trainer_state_counts_the_steps_of_grpo(tmp_path):
     ([{"a": 1.0}] * 4, "None; return a list"),
     (torch.tensor(1.0), "tensor(1.); return a list"),
     ([1.0], "1 values for 4 completions; return a list"),
-    (["good"] * 4, "['good', 'good', 'good', 'good']; return a list"),
     ([1.0, -math.inf, 1.0, 1.0], "infinite or over"),
     ([10**400] * 4, "[100000"),
 ])
@@ -227,8 +221,6 @@ def test_a_failed_call_leaves_all_totals_unscored_and_is_kept_in_the_run_folder(
     groups = experience.groups
     assert metrics["unscored"] == metrics["reward_errors"] == 1 and metrics["grad_norm"] == 0
     assert groups.per_function[run.config.grpo.reward_functions[1]].isfinite().all(), "not the points of the others alone"
-    config = GRPOConfig(reward_functions=[*groups.per_function], reward_weights=[1.0] * 3, reward_combination="gdpo")
-    assert shape_rewards(config, groups).isnan().all()
     run.log_step(metrics | {"skipped": 0, "step_seconds": 1.0}, experience)
     (line,) = read_jsonl(run.folder.path / "reward_errors.jsonl")
     assert (line["step"], line["function"], line["error"]) == (1, "fails", "KeyError: 'x'")

@@ -25,19 +25,15 @@ TESTS = ["assert square(3) == 9", "assert square(-4) == 16", "assert abs(square(
 
 HONEST = {
     "plain": ("def square(x):\n    return x * x", 1.0),
-    "in a block": ("Here:\n```python\ndef square(x):\n    return x * x\n```\nDone.", 1.0),
     "the last block counts": ("```python\nraise\n```\nBetter:\n```py\ndef square(x): return x * x\n```", 1.0),
     "in the answer": ("<reasoning>easy</reasoning><answer>```python\nsquare = lambda x: x * x\n```</answer>", 1.0),
-    "prints a lot": ("def square(x):\n    print('passed\\n' * 99)\n    return x * x", 1.0),
     "main block": ("def square(x): return x * x\nif __name__ == '__main__':\n    input('number? ')", 1.0),
     "only positive": ("def square(x):\n    assert x >= 0\n    return x * x", 2 / 3),
-    "hangs on one": ("def square(x):\n    while x < 0: pass\n    return x * x", 2 / 3),
     "leaves on one": ("import os\ndef square(x):\n    return x * x if x > 0 else os._exit(0)", 2 / 3),
     "subclass": ("class I(float): pass\ndef square(x): return I(x * x)", 1.0),
     "wrong": ("def square(x): return x + x", 0.0),
     "no such function": ("def cube(x): return x ** 3", 0.0),
     "not a program": ("The square of x is x times x.", 0.0),
-    "nothing": ("", 0.0),
 }
 
 

@@ -8,87 +8,35 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import assert_same, run_folder
+from conftest import assert_same
 
 from engine.errors import RunError
 from engine.models import load_any_policy
 from runs import checkpoint
 import train
 
-FLAGS = "--use_grpo --max_steps 4 --save_steps 1 --learning_rate 1e-3 --keep_checkpoints 3".split()
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    return run_folder(tmp_path_factory.mktemp("whole") / "run", *FLAGS)
-
-
-@pytest.mark.slow
-def test_a_full_disk_is_said_and_leaves_the_last_checkpoint_alone(tmp_path, whole, monkeypatch, capsys):
-    flush, saves = checkpoint.flush, []
-
-    def no_room(path):
-        saves.append(path)
-        if path.name == "state.pt" and len([p for p in saves if p.name == "state.pt"]) == 7:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        flush(path)
-
-    with monkeypatch.context() as patch, pytest.raises(SystemExit) as stop:
-        patch.setattr(checkpoint, "flush", no_room)
-        run_folder(tmp_path / "full", *FLAGS)
-    error, folder = capsys.readouterr().err, tmp_path / "full"
-    assert stop.value.code == 1 and len(error.splitlines()) == 1 and f"could not save {folder}/checkpoints/step-00000007" in error
-    assert "No space left on device" in error
-    kept = sorted((folder / "checkpoints").iterdir())
-    assert [path.name for path in kept] == ["step-00000004", "step-00000005", "step-00000006"]
-    train.main(["--output_dir", str(folder), "--resume"])
-    assert_same(whole, folder)
-
-
 STATE = {"progress": {"step": 1}, "settings": {}, "versions": {}}
 
 
-@pytest.fixture
-def full_disk(monkeypatch):
-    """Flushing a file of one of these names raises."""
-    names, flush = [], checkpoint.flush
-
-    def no_room(path):
-        if path.name in names:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        flush(path)
-
-    monkeypatch.setattr(checkpoint, "flush", no_room)
-    return names
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "writing"])
-def test_a_final_model_that_does_not_fit_leaves_the_one_before_it(tmp_path, full_disk, name):
-    (model, tokenizer), final = load_any_policy(train.ModelConfig()), tmp_path / "final"
+@pytest.mark.parametrize("owner,operation,name", [
+    (checkpoint, "flush", "model.safetensors"), (checkpoint, "flush", "writing"), (Path, "rename", "writing"),
+])
+def test_a_final_model_that_cannot_be_written_leaves_the_one_before_it(tmp_path, monkeypatch, owner, operation, name):
+    (model, tokenizer), final, real = load_any_policy(train.ModelConfig()), tmp_path / "final", getattr(owner, operation)
     final.mkdir()
     (final / "before").touch()
-    full_disk.append(name)
-    with pytest.raises(RunError, match=f"^could not save {final}: .*No space left"):
+
+    def no_room(path, *rest):
+        if path.name == name:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return real(path, *rest)
+
+    with monkeypatch.context() as patch, pytest.raises(RunError, match=f"^could not save {final}: .*No space left"):
+        patch.setattr(owner, operation, no_room)
         checkpoint.write_policy(model, tokenizer, final)
     assert [path.name for path in tmp_path.iterdir()] == ["final"] and [path.name for path in final.iterdir()] == ["before"]
-    full_disk.clear()
     checkpoint.write_policy(model, tokenizer, final)
     assert [path.name for path in tmp_path.iterdir()] == ["final"] and not (final / "before").exists()
-
-
-def test_a_folder_that_cannot_be_replaced_stays(tmp_path, monkeypatch):
-    def rename(folder, to, real=Path.rename):
-        if folder.name == "writing":
-            raise OSError(errno.EACCES, "no")
-        return real(folder, to)
-
-    final = tmp_path / "final"
-    final.mkdir()
-    (final / "before").touch()
-    monkeypatch.setattr(Path, "rename", rename)
-    with pytest.raises(RunError, match=r"^could not save"):
-        checkpoint.write_folder(final, Path.mkdir)
-    assert [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.rglob("*"))] == ["final", "final/before"]
 
 
 def test_a_run_that_lacks_only_its_final_model_writes_it_when_it_is_resumed(tmp_path, finished, capsys):

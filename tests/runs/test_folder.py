@@ -121,7 +121,6 @@ def test_rollouts_hold_whole_groups(finished):
     for start in range(0, len(records), 4):
         group = records[start : start + 4]
         assert len({r["prompt"] for r in group}) == 1
-        assert sum(r["advantage"] for r in group) == pytest.approx(0, abs=1e-5)
         for r in group:
             weights = {"correctness": 1.0, "length": 0.5}
             assert r["reward"] == pytest.approx(sum(weights[name] * points for name, points in r["rewards"].items()))

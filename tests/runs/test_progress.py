@@ -1,4 +1,4 @@
-"""What a run does next, and what of its files it keeps, follow from its progress and from its newest checkpoint."""
+"""What a run does next follows from its progress and from its newest checkpoint."""
 
 import math
 import shutil
@@ -7,24 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import assert_same, ctrl_c_after, peaked_reward, run_folder
-from forked import Ranks as Processes
+from conftest import ctrl_c_after, peaked_reward, run_folder
 
 import train
 from runs.checkpoint import latest_checkpoint
-from runs.folder import read_jsonl
 from runs.phases import Phase
 from runs.run import Progress, Run
-
-
-@pytest.mark.parametrize("mode", ["--use_grpo --cold_start_steps 2", "--use_grpo false --batch_size 4"])
-def test_a_run_without_evaluations_ends(tmp_path, mode):
-    """In a process of its own: a loop that takes no step would not end."""
-    flags = f"{mode} --eval_limit 0 --eval_steps 2 --max_steps 4 --report_to none --generation_max_length 8 --output_dir".split()
-    done = Processes(1, "train.py", *flags, str(tmp_path / "run")).wait(120)
-    lines = read_jsonl(tmp_path / "run/metrics.jsonl")
-    assert done.programs[0].returncode == 0 and lines[-1]["step"] == len(lines) == (6 if "cold" in mode else 4)
-    assert not any(line["phase"] == "eval" for line in lines)
 
 
 @pytest.mark.parametrize("eval_steps,updates_per_step,resumed_at,expected", [
@@ -65,21 +53,6 @@ def test_a_phase_is_over_at_its_last_step_or_when_its_evaluation_was_good_enough
     """Its steps are those behind step 7; an earlier evaluation does not count."""
     progress = Progress(phase_step=step, step=7 + step, evaluated_at=evaluated_at, accuracy=accuracy)
     assert Phase("cold_start", 3, 1.0, 1, end_accuracy=0.5).is_over(progress) == over
-
-
-@pytest.mark.slow
-def test_a_resumed_run_keeps_the_bytes_of_its_files_that_the_checkpoint_knew(tmp_path):
-    """What came later is cut off, whole lines of the same step and half a line of a kill."""
-    flags = "--use_grpo --cold_start_steps 0 --max_steps 4 --save_steps 2 --keep_checkpoints 9".split()
-    whole = run_folder(tmp_path / "whole", *flags)
-    folder = shutil.copytree(whole, tmp_path / "run")
-    shutil.rmtree(folder / "checkpoints/step-00000004")
-    shutil.rmtree(folder / "final")
-    sizes = torch.load(latest_checkpoint(folder) / "state.pt", weights_only=True)["file_sizes"]
-    lines = (folder / "metrics.jsonl").read_bytes()
-    (folder / "metrics.jsonl").write_bytes(lines[: sizes["metrics.jsonl"]] + b'{"step": 2, "phase": "eval"}\n{"step": 3, "ph')
-    train.main(["--output_dir", str(folder), "--resume"])
-    assert_same(folder, whole)
 
 
 def fake_checkpoint(folder, step, content=None):

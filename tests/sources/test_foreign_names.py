@@ -9,12 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import build_gpt2
 from project_files import ROOT
 
 from config import Config, FLAGS
-from engine.models import save_any_policy
-from model import byte_tokenizer
 from runs.command_line import parse_config, parse_infer
 from sources.foreign_names import FOREIGN, explain_unknown
 from sources.settings import CONSTANT
@@ -121,21 +118,10 @@ def test_a_line_of_the_others_ends_with_one_line_that_has_a_flag_for_each_name(s
             assert re.search(r"(here|did you mean) .*--\w+", said), said
 
 
-@pytest.mark.parametrize("system", ["ReLax", "StateSet's GRPO guide"])
-def test_the_settings_that_the_page_gives_instead_train(system, type_line, tmp_path):
-    """In place of the model there is a small GPT-2 with random weights; prompts and reward function are those of a user."""
-    here = settings_here(system)
-    save_any_policy(build_gpt2(), byte_tokenizer(), tmp_path / here["model_path"])
-    (tmp_path / "prompts.json").write_text('{"prompts": ["Spell plank.", "1+1=?", "2+2=?"]}')
-    (signature,) = re.findall(r"`(def .*?)` in `mine.py`", FIVE)
-    (tmp_path / "mine.py").write_text(f"from typing import List\n{signature}:\n    return [float(sum(ids)) for ids in completions]\n")
-    assert type_line(json.dumps(here), "--max_steps 1 --batch_size 2 --generation_max_length 8 --report_to none") is None
-    assert len(list(tmp_path.rglob("final/model.safetensors"))) == 1
-
-
 def test_iterations_of_rollouts_are_counted_in_optimiser_steps():
     """What the page says: 1000 rollouts of 256 x 4 completions, 2 epochs in minibatches of 64, are 32,000 steps."""
-    assert Config.of(**settings_here("Agent-Tunix (Gemma 3)")).training.use_grpo, "its model and data are on the hub"
+    for system in "Agent-Tunix (Gemma 3)", "StateSet's GRPO guide":
+        assert Config.of(**settings_here(system)).training.use_grpo
     here, there = settings_here("ReLax"), json.loads(typed("ReLax")[1])
     per_rollout = Config.of(**here).updates_per_rollout
     assert here["max_steps"] == there["num_iterations"] * per_rollout == 32_000

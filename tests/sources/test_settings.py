@@ -32,25 +32,13 @@ def test_flags_win_over_the_adapted_values_and_other_profiles_are_not_adapted():
     assert profile_values("", 2) == {}
 
 
-def test_a_file_may_have_sections_or_not_and_must_be_an_object(tmp_path):
+def test_a_file_may_have_sections_or_not_a_byte_order_mark_and_constants_of_other_systems(tmp_path):
     file = tmp_path / "settings.json"
     file.write_text('{"training": {"seed": 1}, "max_steps": 2}')
     assert read_settings(file) == {"seed": 1, "max_steps": 2}
     file.write_text('{"loss_type": "dppo", "loss_options": {"delta": 0.1}}')
     assert Config.of(**read_settings(file)).grpo.loss_options == ["delta=0.1"]
-    file.write_text('{"seed": 1}', encoding="utf-8-sig")
-    assert read_settings(file) == {"seed": 1}
-
-
-def test_a_run_that_is_resumed_gives_its_settings_and_flags_override_them(tmp_path):
-    (tmp_path / "config.json").write_text('{"training": {"seed": 1, "batch_size": 3}}')
-    flags = complete({"resume": True, "output_dir": str(tmp_path), "seed": 2})
-    assert flags == {"resume": True, "output_dir": str(tmp_path), "seed": 2, "batch_size": 3}, "and no profile"
-
-
-def test_constants_of_other_systems_are_accepted_with_their_value(tmp_path):
-    file = tmp_path / "settings.json"
-    file.write_text('{"grpo": {"advantage_epsilon": 1e-8}, "value_clip": 0.2, "seed": 1}')
+    file.write_text('{"grpo": {"advantage_epsilon": 1e-8}, "value_clip": 0.2, "seed": 1}', encoding="utf-8-sig")
     assert read_settings(file) == {"seed": 1}
 
 
