@@ -295,9 +295,10 @@ def configured_stops(model, tokenizer) -> set[int | None]:
 
 def end_of_turn(tokenizer) -> int | None:
     """Return the id of the special token with which the chat template ends a turn, if there is one."""
+    if not getattr(tokenizer, "chat_template", None):
+        return None
     with suppress(ValueError):                            # a template may refuse the made-up turn
-        end = after_turn(tokenizer).lstrip() if tokenizer.chat_template else ""
-        first = next(iter(tokenizer(end, add_special_tokens=False).input_ids), None)
+        first, *_ = [*tokenizer(after_turn(tokenizer).lstrip(), add_special_tokens=False).input_ids, None]
         token = tokenizer.added_tokens_decoder.get(first)
         return first if token and token.special else None
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from data import NARROW, as_value, read_json_lines
+from data import read_json_lines
 from engine.errors import first_line
-from guards import parse_json, require_sequence
+from guards import as_value, parse_json, require_sequence
 from sources import GYM
 from sources.tasks import PROBLEMS
 
@@ -54,8 +54,8 @@ def with_types(row, features: dict):
         if row[name] is not None and hasattr(inner, "int2str"):
             labels = np.array([*inner.names, None])       # the last one for -1: not labelled
             row = row | {name: as_value(labels[row[name]])}
-        elif row[name] is not None and getattr(inner, "dtype", "") in NARROW:
-            row = row | {name: as_value(np.array(row[name], inner.dtype))}
+        elif row[name] is not None and getattr(inner, "dtype", "") == "float32":
+            row = row | {name: as_value(np.array(row[name], "float32"))}
     return row
 
 
