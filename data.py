@@ -133,9 +133,8 @@ class Batches:
 
 def as_messages(prompt: str | list[dict]) -> list[dict]:
     """Return a prompt as chat messages: text is the user's."""
-    if isinstance(prompt, str):
-        return [{"role": "user", "content": prompt}]
-    return list(map(read_message, prompt))
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    return list(map(read_message, messages))
 
 
 def as_text(messages: str | list[dict]) -> str:
@@ -150,8 +149,7 @@ def render(tokenizer, messages: list[dict], add_generation_prompt: bool, tools: 
 
     Raises ValueError for messages that the template leaves out or rejects.
     """
-    tools = tools or getattr(tokenizer, "tools", None)
-    return apply_template(tokenizer, messages, add_generation_prompt=add_generation_prompt, tools=tools)
+    return apply_template(tokenizer, messages, tools, add_generation_prompt=add_generation_prompt)
 
 
 def after_turn(tokenizer, reply: dict | None = None) -> str:

@@ -194,21 +194,23 @@ def messages_in_text(text):
     return text
 
 
-def apply_template(tokenizer, messages: list[dict], **options) -> str:
+def apply_template(tokenizer, messages: list[dict], tools: list | None, **options) -> str:
     """Return the text that the chat template makes of messages, in the first form that it accepts and writes.
 
     As they are; with `arguments` as JSON text, which some templates add to text (DeepSeek); with content in
     parts, which those of some vision models expect. Raises ValueError, with the problem of the first form.
     """
+    tools, problems = tools or getattr(tokenizer, "tools", None), []
     options |= tokenizer.init_kwargs.get("chat_template_kwargs", {})
-    problems = []
     as_text = json.loads(json.dumps(messages, default=str), object_hook=arguments_as_text)
     in_parts = [m | {"content": [{"type": "text", "text": m.get("content") or ""}]} for m in messages]
     for form in messages, as_text, in_parts:
         try:
-            template = dated_template(tokenizer, options["tools"])
-            text = tokenizer.apply_chat_template(form, chat_template=template, tokenize=False, **options)
+            text = tokenizer.apply_chat_template(
+                form, tools, chat_template=dated_template(tokenizer, tools), tokenize=False, **options)
             text.encode()                                 # half of a surrogate pair cannot be tokenised
+            if form is in_parts and any(str(message["content"]) in text for message in form):
+                raise ValueError("it writes lists of parts as Python does")
             problem = lost_text(messages, text)
         except Exception as error:                        # a template may do anything
             problem = f"the chat template refuses the prompt {messages!r:.80}...: {error}"
@@ -227,8 +229,9 @@ def dated_template(tokenizer, tools: list | None) -> str:
 
 def arguments_as_text(entries: dict) -> dict:
     """Return an object of JSON with its `arguments`, if it has some, as text of JSON."""
-    arguments = entries.get("arguments")
-    return entries | {"arguments": json.dumps(arguments, ensure_ascii=False)} if arguments else entries
+    if isinstance(arguments := entries.get("arguments"), dict):
+        return entries | {"arguments": json.dumps(arguments, ensure_ascii=False)}
+    return entries
 
 
 def lost_text(messages: list[dict], rendered: str) -> str:

@@ -35,7 +35,7 @@ from runs.folder import RunFolder
 from runs.phases import plan_phases
 from runs.run import Run
 from runs.startup_check import choose_engine, refuse_wrong_head, refuse_wrong_sampler
-from sample import configured_stops, end_of_turn, stop_token_ids
+from sample import stop_token_ids
 from sources.readers import SUFFIXES
 from sources.training_data import (
     fit_prompts, leave_out_rejected, load_data, note_unused, refuse_long_demonstrations,
@@ -115,9 +115,10 @@ def start_up_check(
                     policy = policy if other.shares_prompts else plain
     if note:
         notify(f"  note   {note}")
-    if (end := end_of_turn(tokenizer)) not in {None, *configured_stops(model, tokenizer)}:
-        token = tokenizer.convert_ids_to_tokens(end)
-        notify(f"  note   {token}, with which the chat template ends a turn, ends completions too")
+    configured = stop_token_ids(model, tokenizer, with_template=False)
+    for token in {*stop_token_ids(model, tokenizer)} - {*configured}:
+        name = tokenizer.convert_ids_to_tokens(token)
+        notify(f"  note   {name}, with which the chat template ends a turn, ends completions too")
     if make_policy:
         policy = make_policy(model, tokenizer, max_tokens=max_tokens)
         if not isinstance(policy, Policy):

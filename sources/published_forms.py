@@ -39,8 +39,8 @@ def as_published(row, columns: dict[str, str]) -> dict:
     if isinstance(answer, str | int | float):
         typed = str not in (type(given.get("choices")), type(given.get("options")))  # a CSV file has no types
         row["answer"], reasoning = split_answer(answer, choices, typed)
-        *_, last = as_messages(row["prompt"])
-        if reasoning and not row.get("completion") and last["role"] != "assistant":
+        demonstrated = isinstance(row["prompt"], list) and row["prompt"][-1]["role"] == "assistant"
+        if reasoning and not row.get("completion") and not demonstrated:
             row["completion"] = demonstration(reasoning, row["answer"])
     if choices:
         row.read |= {"choices", "options"}
