@@ -88,8 +88,7 @@ def with_known_role(tokenizer, message: dict) -> dict:
     """
     if message["role"] in ("user", "assistant") or not tokenizer.chat_template:
         return message
-    try:
-        known = "madeupreply" in after_turn(tokenizer, message | {"content": "madeupreply"})
-    except ValueError:
-        known = False
-    return message if known else message | {"role": "user"}
+    with suppress(ValueError):
+        if "madeupreply" in after_turn(tokenizer, message | {"content": "madeupreply"}):
+            return message
+    return message | {"role": "user"}
