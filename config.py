@@ -16,7 +16,6 @@ import json
 import math
 import operator
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import date
 from typing import Any, Literal, get_args, get_origin
@@ -59,12 +58,14 @@ class ModelConfig:
         if isinstance(self.chat_template_kwargs, dict):   # of a settings file, or in Python
             object.__setattr__(self, "chat_template_kwargs", json.dumps(self.chat_template_kwargs))
         check_values(self)
-        is_object = is_read_as(dict, json.loads, self.chat_template_kwargs or "{}")
-        is_day = is_read_as(date, date.fromisoformat, self.chat_template_date or "2026-01-31")
+        name = "chat_template_kwargs"
         fix = 'must be a JSON object of the template\'s own variables, such as {"enable_thinking": false}'
-        reject(
-            self, ("chat_template_kwargs", not is_object, fix),
-            ("chat_template_date", not is_day, "must be a day such as 2026-01-31"))
+        try:
+            dict(**json.loads(self.chat_template_kwargs or "{}"))
+            name, fix = "chat_template_date", "must be a day such as 2026-01-31"
+            date.fromisoformat(self.chat_template_date or "2026-01-31")
+        except (ValueError, TypeError):
+            reject(self, (name, True, fix))
 
 
 @dataclass(frozen=True)
@@ -385,14 +386,6 @@ def has_type(value, kind) -> bool:
     if isinstance(value, bool):
         return kind is bool
     return isinstance(value, (int, float) if kind is float else kind)
-
-
-def is_read_as(kind: type, read: Callable, text: str) -> bool:
-    """Return True if a function reads a text as a value of a type."""
-    try:
-        return isinstance(read(text), kind)
-    except ValueError:
-        return False
 
 
 def expected_value(name: str, value, kind) -> str:

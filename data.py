@@ -18,14 +18,11 @@ sources.load_examples reads them. Conversations: environments/messages.py.
 import random
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 
-import numpy as np
-
 from guards import (
-    messages_in_text, parse_json, read_message, read_tools, refuse_lost_text,
-    require_sequence, validate_examples, without_special_tokens,
+    Row, apply_template, as_value, parse_json, read_message, read_tools, require_sequence, validate_examples,
+    without_special_tokens,
 )
 
 
@@ -68,14 +65,20 @@ def encode_prompt(tokenizer, prompt: str | list, tools=None) -> list[int]:
     """
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
         return prompt
-    text = render_prompt(tokenizer, prompt, tools)
+    if isinstance(prompt, str) and not tokenizer.chat_template:
+        return tokenizer(prompt).input_ids
+    messages = without_special_tokens(tokenizer, as_messages(prompt))
+    if tokenizer.chat_template:
+        text = render(tokenizer, messages, add_generation_prompt=True, tools=read_tools(tokenizer, tools))
+    else:
+        text = f"{as_text(messages)}\nassistant: "
     return tokenizer(text, add_special_tokens=not tokenizer.chat_template).input_ids
 
 
 def prompt_of(tokenizer, example: dict) -> str | list:
-    """Return the prompt of an example for Policy.sample: token ids if its tools belong to it."""
-    tools = example.get("tools") and read_tools(example.get("tools"))
-    return encode_prompt(tokenizer, example["prompt"], tools) if tools else example["prompt"]
+    """Return the prompt of an example for Policy.sample: token ids if it has tools."""
+    prompt, tools = example["prompt"], example.get("tools")
+    return encode_prompt(tokenizer, prompt, tools) if tools else prompt
 
 
 def encode_demonstration(
@@ -130,9 +133,8 @@ class Batches:
 
 def as_messages(prompt: str | list[dict]) -> list[dict]:
     """Return a prompt as chat messages: text is the user's."""
-    if isinstance(prompt, str):
-        return [{"role": "user", "content": prompt}]
-    return list(map(read_message, prompt))
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    return list(map(read_message, messages))
 
 
 def as_text(messages: str | list[dict]) -> str:
@@ -142,49 +144,12 @@ def as_text(messages: str | list[dict]) -> str:
     return "\n".join(f"{message['role']}: {message['content'] or ''}" for message in messages)
 
 
-def render_prompt(tokenizer, prompt: str | list[dict], tools=None) -> str:
-    """Return the text that encode_prompt encodes."""
-    if isinstance(prompt, str) and not tokenizer.chat_template:
-        return prompt
-    messages = without_special_tokens(tokenizer, as_messages(prompt))
-    if not tokenizer.chat_template:
-        return f"{as_text(messages)}\nassistant: "
-    tools = without_special_tokens(tokenizer, read_tools(tools))
-    text = render(tokenizer, messages, True, tools)
-    try:
-        refuse_lost_text(messages, text)
-        return text
-    except ValueError:                                    # templates of some vision models write parts alone
-        parts = [m | {"content": [{"type": "text", "text": m["content"] or ""}]} for m in messages]
-        with suppress(ValueError):
-            refuse_lost_text(messages, text := render(tokenizer, parts, True, tools))
-            return text
-        raise
-
-
 def render(tokenizer, messages: list[dict], add_generation_prompt: bool, tools: list | None = None) -> str:
     """Render a conversation as text, with tools or those in tokenizer.tools, and --chat_template_kwargs.
 
-    Raises ValueError for messages that the template rejects, such as a system message in Gemma 2's.
+    Raises ValueError for messages that the template leaves out or rejects.
     """
-    try:
-        text = tokenizer.apply_chat_template(
-            messages, tools=tools or getattr(tokenizer, "tools", None),
-            add_generation_prompt=add_generation_prompt, tokenize=False,
-            chat_template=dated_template(tokenizer),
-            **tokenizer.init_kwargs.get("chat_template_kwargs", {}),
-        )
-        text.encode()                                     # half of a surrogate pair cannot be tokenised
-        return text
-    except Exception as error:                            # a template may do anything
-        raise ValueError(f"the chat template refuses the prompt {messages!r:.80}...: {error}") from None
-
-
-def dated_template(tokenizer) -> str | None:
-    """Return the chat template with the day tokenizer.today for the clock; None without such a day."""
-    day = getattr(tokenizer, "today", None)
-    template = day and tokenizer.get_chat_template(tools=getattr(tokenizer, "tools", None))
-    return template and CLOCK.sub(lambda call: repr(day.strftime(call[2])), template)
+    return apply_template(tokenizer, messages, tools, add_generation_prompt=add_generation_prompt)
 
 
 def after_turn(tokenizer, reply: dict | None = None) -> str:
@@ -223,29 +188,12 @@ def demonstration(reasoning: str, answer: str | int) -> str:
 
 # ---- rows, and columns under other names -------------------------------------------------------------------
 
-NARROW = "float16", "float32"   # types of numbers with fewer digits than Python's
 COLUMNS = {                     # the column names that are recognised, in order of precedence
     "prompt": ("prompt", "question", "problem", "instruction", "messages", "conversations"),
     "answer": ("answer", "final_answer", "solution", "target", "answerKey"),
     "completion": ("completion", "response", "output", "canonical_solution"),
 }
-CLOCK = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")               # in a chat template
 BRACES = re.compile(r"\{([^{}]+)\}")                     # a column in a text that makes prompts
-
-
-class Row(dict):
-    """An example that records in `read` which columns `get` has read, so that a run can name the others."""
-
-    def __init__(self, columns: Mapping, read: Iterable[str] = ()):
-        super().__init__(columns)
-        self.read = set(read)
-
-    def get(self, name: str, default=None):
-        self.read.add(name)
-        return super().get(name, default)
-
-    def __or__(self, other: dict) -> "Row":
-        return Row({**self, **other}, self.read | other.keys())
 
 
 def read_source(source: str | Sequence, split: str, seed: int, columns: dict[str, str]) -> Iterable[dict]:
@@ -290,8 +238,7 @@ def choose_columns(row, columns: dict[str, str]) -> Row:
             raise ValueError(f"--{name}_column={chosen}: {names}")
         free = (c for c in candidates if c not in columns.values() and row.get(c) is not None)
         if column := chosen or next(free, None):
-            value = cell(row, column)
-            found[name] = value if name == "answer" else messages_in_text(value)
+            found[name] = cell(row, column)
     if "prompt" not in found:
         raise ValueError(
             f"{names}; it needs a value in one of {', '.join(COLUMNS['prompt'])}, or --prompt_column, a name "
@@ -313,19 +260,3 @@ def cell(row: dict, column: str):
     head, _, field = column.partition(".")
     inside = row.get(head) if field and column not in row else None
     return cell(inside, field) if isinstance(inside, Mapping) else as_value(row.get(column))
-
-
-def as_value(value):
-    """Return a cell in types of Python: bytes as text, arrays and tensors as lists or numbers, a float32 of
-    0.1 as 0.1.
-    """
-    if isinstance(value, bytes):
-        return value.decode(errors="replace")
-    if isinstance(value, list):
-        return list(map(as_value, value))
-    if isinstance(value, dict):
-        return {name: as_value(entry) for name, entry in value.items()}
-    kind = str(getattr(value, "dtype", "")).removeprefix("torch.")
-    if kind in NARROW:                                    # by the digits that tell it from its neighbours
-        return np.array(value.tolist(), kind).astype(str).astype(float).tolist()
-    return as_value(value.tolist()) if hasattr(value, "tolist") else value

@@ -3,15 +3,15 @@ Guards against wrong input, for data.py: rows that are not examples, text that a
 special tokens in a user's text. Each function raises ValueError, one line, or returns the corrected input.
 """
 
-import ast
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from itertools import islice
 
-OUTPUT = "tool_calls", "function_call", "reasoning_content", "reasoning", "thinking"    # beside content
+OUTPUT = "tool_calls", "reasoning_content"                # of an assistant's message, beside its content
+CLOCK = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")               # in a chat template
 
 
 def require_sequence(source) -> Sequence:
@@ -38,6 +38,34 @@ def parse_json(content: bytes):
     return value
 
 
+class Row(dict):
+    """An example that records in `read` which columns `get` has read, so that a run can name the others."""
+
+    def __init__(self, columns: Mapping, read: Iterable[str] = ()):
+        super().__init__(columns)
+        self.read = set(read)
+
+    def get(self, name: str, default=None):
+        self.read.add(name)
+        return super().get(name, default)
+
+    def __or__(self, other: dict) -> "Row":
+        return Row({**self, **other}, self.read | other.keys())
+
+
+def as_value(value):
+    """Return a cell in types of Python: bytes as text, arrays and tensors as lists or numbers."""
+    if isinstance(value, bytes):
+        return value.decode(errors="replace")
+    if isinstance(value, list):
+        return list(map(as_value, value))
+    if isinstance(value, dict):
+        return {name: as_value(entry) for name, entry in value.items()}
+    if str(getattr(value, "dtype", "")).endswith("float32"):                     # 0.1, not 0.100000001490
+        value = (value.numpy() if hasattr(value, "numpy") else value).astype(str).astype(float)
+    return as_value(value.tolist()) if hasattr(value, "tolist") else value
+
+
 def validate_examples(source: str | Sequence, rows: Iterable[dict], limit: int | None = None) -> list[dict]:
     """Return the first `limit` rows (None or 0: all), each as validate_example returns it.
 
@@ -62,33 +90,26 @@ def validate_example(row: dict) -> dict:
         completion  text, or the messages of a conversation, also one with more than content; None if blank
         answer      text, a list or a dict: 72 becomes "72", an array its elements
     """
-    prompt, last_turn = split_prompt(row["prompt"])
-    completion, answer = row.get("completion"), row.get("answer")
-    example = row | {"prompt": prompt}
-    if last_turn:
-        if completion is not None and read_completion(completion) != read_completion([last_turn]):
-            raise ValueError("a completion, and a prompt that ends with one; leave one out")
-        completion = [last_turn]
-    if completion is not None:
-        example["completion"] = read_completion(completion)
-    if answer is not None and not isinstance(answer, str | dict):
-        example["answer"] = list(answer) if hasattr(answer, "__iter__") else str(answer)
-    return example
-
-
-def split_prompt(prompt) -> tuple[str | list[dict], dict | None]:
-    """Return a prompt, and the assistant's turn that chat messages end with: a demonstration."""
-    if not isinstance(prompt, str | list):
-        raise ValueError(f"the prompt must be text or chat messages, not {type(prompt).__name__}: {prompt!r}")
-    last_turn = None
+    prompt, completion = messages_in_text(row["prompt"]), messages_in_text(row.get("completion"))
     if isinstance(prompt, list):
         prompt = list(map(read_message, prompt))
         if prompt and prompt[-1]["role"] == "assistant":
-            *prompt, last_turn = prompt
+            last_turn = [prompt.pop()]
+            if completion is not None and read_completion(completion) != read_completion(last_turn):
+                raise ValueError("a completion, and a prompt that ends with one; leave one out")
+            completion = last_turn
+    elif not isinstance(prompt, str):
+        raise ValueError(f"the prompt must be text or chat messages, not {type(prompt).__name__}: {prompt!r}")
     texts = [prompt] if isinstance(prompt, str) else [message["content"] or "" for message in prompt]
     if not "".join(texts).strip():
         raise ValueError("the prompt is empty")
-    return prompt, last_turn
+    example = row | {"prompt": prompt}
+    if completion is not None:
+        example["completion"] = read_completion(completion)
+    answer = row.get("answer")
+    if answer is not None and not isinstance(answer, str | dict):
+        example["answer"] = list(answer) if hasattr(answer, "__iter__") else str(answer)
+    return example
 
 
 def read_completion(completion) -> str | list[dict] | None:
@@ -96,39 +117,33 @@ def read_completion(completion) -> str | list[dict] | None:
 
     A message with one of OUTPUT stays a message. Blank text is no completion: None.
     """
-    match completion:
-        case str():
-            text = completion
-        case [{"text": str()}, *_]:                       # parts without a message
-            text = text_of_parts(completion)
-        case list() if is_alternating(completion):
-            messages = [read_message({"role": "assistant"} | message) for message in completion]
-            if len(messages) > 1 or any(messages[0].get(name) for name in OUTPUT):
-                return messages
-            text = messages[0]["content"] or ""
-        case _:
-            raise ValueError(
-                "the completion must be text, an assistant's message, or such messages with others between "
-                f"them, not {completion!r}")
-    return text if text.strip() else None
-
-
-def is_alternating(messages: list) -> bool:
-    """Return True for chat messages that alternate, from the assistant's to the assistant's, none blank."""
-    return len(messages) % 2 == 1 and all(
-        isinstance(message, dict) and (message.get("role", "assistant") == "assistant") == (number % 2 == 0)
-        and (len(messages) == 1 or message.get("tool_calls") or message.get("content"))
-        for number, message in enumerate(messages))
+    if isinstance(completion, str):
+        return completion if completion.strip() else None
+    messages = completion if isinstance(completion, list) else []
+    if messages and isinstance(messages[0], dict) and "text" in messages[0]:     # parts without a message
+        messages = [{"content": messages}]
+    messages = [read_message(message, role="assistant") for message in messages]
+    own = [message["role"] == "assistant" for message in messages]
+    if own == [True] and not any(messages[0].get(name) for name in OUTPUT):
+        return read_completion(messages[0]["content"] or "")
+    blank = [message for message in messages if not any(map(message.get, ("content", *OUTPUT)))]
+    if blank or own != [True, False] * (len(own) // 2) + [True]:
+        raise ValueError(
+            "the completion must be text, an assistant's message, or such messages with others between "
+            f"them, not {completion!r}")
+    return messages
 
 
 # ---- messages ----------------------------------------------------------------------------------------------
 
 
-def read_message(message) -> dict:
+def read_message(message, role: str | None = None) -> dict:
     """Return a chat message of which the content is text (or None, beside tool calls), without null entries.
 
-    Raises ValueError for parts without text, such as images.
+    Raises ValueError for parts without text, such as images. role: of a message without one
     """
+    if isinstance(message, dict) and role:
+        message = {"role": role} | message
     if not (isinstance(message, dict) and "role" in message and message.keys() & {"content", "tool_calls"}):
         raise ValueError('chat messages must look like {"role": "user", "content": "..."}')
     return without_nulls(message) | {"content": text_of_parts(message.get("content"))}
@@ -159,38 +174,78 @@ def without_nulls(value, name: str = ""):
     return list(map(without_nulls, value)) if isinstance(value, list) else value
 
 
-def read_tools(tools) -> list[dict] | None:
+def read_tools(tokenizer, tools) -> list[dict] | None:
     """Return a row's tools, a list or JSON text, as chat templates expect them; None for something else."""
     with suppress(ValueError):
         tools = json.loads(tools) if isinstance(tools, str) else tools
     if not isinstance(tools, list) or not tools or not all(isinstance(tool, dict) for tool in tools):
         return None
     wrapped = [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
-    return without_nulls(wrapped)
+    return without_special_tokens(tokenizer, without_nulls(wrapped))
 
 
 def messages_in_text(text):
-    """Return the chat messages in a text of JSON or Python, such as a cell of a CSV file; else the text."""
+    """Return the chat messages in a text of JSON, such as a cell of a CSV file; else the text."""
     if isinstance(text, str) and re.match(r"\s*\[\s*\{", text):
-        for parse in json.loads, ast.literal_eval:
-            with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
-                messages = parse(text)
-                if all(isinstance(each, dict) and each.keys() & {"role", "from"} for each in messages):
-                    return messages
+        with suppress(ValueError, RecursionError):
+            messages = json.loads(text)
+            if all(isinstance(each, dict) and each.keys() & {"role", "from"} for each in messages):
+                return messages
     return text
 
 
-def refuse_lost_text(messages: list[dict], rendered: str) -> None:
-    """Raise ValueError if a rendered prompt lacks the text of a message: templates skip unknown roles.
+def apply_template(tokenizer, messages: list[dict], tools: list | None, **options) -> str:
+    """Return the text that the chat template makes of messages, in the first form that it accepts and writes.
+
+    As they are; with `arguments` as JSON text, which some templates add to text (DeepSeek); with content in
+    parts, which those of some vision models expect. Raises ValueError, with the problem of the first form.
+    """
+    tools, problems = tools or getattr(tokenizer, "tools", None), []
+    options |= tokenizer.init_kwargs.get("chat_template_kwargs", {})
+    as_text = json.loads(json.dumps(messages, default=str), object_hook=arguments_as_text)
+    in_parts = [m | {"content": [{"type": "text", "text": m.get("content") or ""}]} for m in messages]
+    for form in messages, as_text, in_parts:
+        try:
+            text = tokenizer.apply_chat_template(
+                form, tools, chat_template=dated_template(tokenizer, tools), tokenize=False, **options)
+            text.encode()                                 # half of a surrogate pair cannot be tokenised
+            if form is in_parts and any(str(message["content"]) in text for message in form):
+                raise ValueError("it writes lists of parts as Python does")
+            problem = lost_text(messages, text)
+        except Exception as error:                        # a template may do anything
+            problem = f"the chat template refuses the prompt {messages!r:.80}...: {error}"
+        if not problem:
+            return text
+        problems.append(problem)
+    raise ValueError(problems[0])
+
+
+def dated_template(tokenizer, tools: list | None) -> str:
+    """Return the chat template with the day tokenizer.today, on which a run began, in place of the clock."""
+    template = tokenizer.get_chat_template(tools=tools)
+    today = getattr(tokenizer, "today", None)
+    return CLOCK.sub(lambda call: repr(today.strftime(call[2])), template) if today else template
+
+
+def arguments_as_text(entries: dict) -> dict:
+    """Return an object of JSON with its `arguments`, if it has some, as text of JSON."""
+    if isinstance(arguments := entries.get("arguments"), dict):
+        return entries | {"arguments": json.dumps(arguments, ensure_ascii=False)}
+    return entries
+
+
+def lost_text(messages: list[dict], rendered: str) -> str:
+    """Return a line if a rendered text lacks the text of a message, "" if not: templates skip unknown roles.
 
     An assistant's message may lose its thoughts (Qwen 3), and a tool's may be written as JSON.
     """
     for message in messages:
-        role, text = message["role"], message["content"] or ""
+        role, text = message["role"], message.get("content") or ""
         if text.strip() not in rendered and role not in ("assistant", "tool"):
-            raise ValueError(
+            return (
                 f"the prompt leaves out the {role}'s message {text!r:.60}: the chat template does not write "
                 "its role; change it, or pass another --chat_template")
+    return ""
 
 
 def without_special_tokens(tokenizer, messages: list[dict]) -> list[dict]:

@@ -282,22 +282,22 @@ def demonstrations_as_rollout(model, tokenizer, examples: list[dict], encode=enc
     )
 
 
-def stop_token_ids(model, tokenizer) -> list[int]:
-    """Return the ids that end a completion, those of configured_stops and end_of_turn. Gemma 3 has two."""
-    return sorted({*configured_stops(model, tokenizer), end_of_turn(tokenizer)} - {None})
-
-
-def configured_stops(model, tokenizer) -> set[int | None]:
-    """Return the stop ids of the generation config and the tokenizer."""
+def stop_token_ids(model, tokenizer, with_template: bool = True) -> list[int]:
+    """Return the ids that end a completion: the generation config's, of which Gemma 3 has two, the
+    tokenizer's, and end_of_turn of the template.
+    """
     configured = model.generation_config.eos_token_id if model.generation_config else None
-    return {*(configured if isinstance(configured, list) else [configured]), tokenizer.eos_token_id}
+    configured = configured if isinstance(configured, list) else [configured]
+    of_template = end_of_turn(tokenizer) if with_template else None
+    return sorted({*configured, tokenizer.eos_token_id, of_template} - {None})
 
 
 def end_of_turn(tokenizer) -> int | None:
     """Return the id of the special token with which the chat template ends a turn, if there is one."""
+    if not getattr(tokenizer, "chat_template", None):
+        return None
     with suppress(ValueError):                            # a template may refuse the made-up turn
-        end = after_turn(tokenizer).lstrip() if tokenizer.chat_template else ""
-        first = next(iter(tokenizer(end, add_special_tokens=False).input_ids), None)
+        first, *_ = [*tokenizer(after_turn(tokenizer).lstrip(), add_special_tokens=False).input_ids, None]
         token = tokenizer.added_tokens_decoder.get(first)
         return first if token and token.special else None
 

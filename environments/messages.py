@@ -32,31 +32,28 @@ def text_of_turn(tokenizer, before: list[dict], message: dict) -> str:
 
     Raises ValueError if the template does not write all of it behind the messages before.
     """
-    if not any(message.get(name) for name in OUTPUT):
+    if not any(map(message.get, OUTPUT)):
         return message["content"]
-    lost = {*unwritten(tokenizer, [*before, message], len(before))} & {*OUTPUT, "content"}
-    if not lost:
-        opened, whole = render(tokenizer, before, True), render(tokenizer, [*before, message], False)
-        if whole.startswith(opened):
-            return whole[len(opened) :].removesuffix(after_turn(tokenizer))
-    raise ValueError(
-        f"the chat template does not write {', '.join(sorted(lost)) or 'it'} of the assistant's message "
-        f"{message!r:.120} behind the prompt; write it as content, or pass another --chat_template")
+    opened, whole = render(tokenizer, before, True), render(tokenizer, [*before, message], False)
+    unwritten = unwritten_entries(tokenizer, [*before, message], len(before))
+    lost = [name for name in (*OUTPUT, "content") if message.get(name) and name in unwritten]
+    if lost or not whole.startswith(opened):
+        raise ValueError(
+            f"the chat template does not write {', '.join(lost) or 'it'} of the assistant's message "
+            f"{message!r:.120} behind the prompt; write it as content, or pass another --chat_template")
+    return whole[len(opened) :].removesuffix(after_turn(tokenizer))
 
 
-def unwritten(tokenizer, messages: list[dict], number: int) -> list[str]:
-    """Return the entries of a message that the chat template does not write; all but content without one."""
-    message = messages[number]
-
-    def without(*names):
-        other = {name: value for name, value in message.items() if name not in names}
-        other |= {name: message[name][:-1] for name in names if isinstance(message[name], list)}  # of calls
+def unwritten_entries(tokenizer, messages: list[dict], number: int) -> list[str]:
+    """Return the entries of a message without which, or without the last call of which, the text is equal."""
+    message, texts = messages[number], {}
+    for name in ["", *message]:
+        other = {entry: value for entry, value in message.items() if entry != name}
+        if isinstance(message.get(name), list):
+            other[name] = message[name][:-1]
         with suppress(ValueError):                        # a template may need an entry
-            return render(tokenizer, [*messages[:number], other, *messages[number + 1 :]], False)
-
-    entries = [name for name in message if name not in ("role", "content")]
-    entries += ["content"] if message["content"] and tokenizer.chat_template else []
-    return [name for name in entries if without(name) == without()]
+            texts[name] = render(tokenizer, [*messages[:number], other, *messages[number + 1 :]], False)
+    return [name for name in message if texts.get(name) == texts.get("")]
 
 
 def encode_reply(
@@ -91,8 +88,7 @@ def with_known_role(tokenizer, message: dict) -> dict:
     """
     if message["role"] in ("user", "assistant") or not tokenizer.chat_template:
         return message
-    try:
-        known = "madeupreply" in after_turn(tokenizer, message | {"content": "madeupreply"})
-    except ValueError:
-        known = False
-    return message if known else message | {"role": "user"}
+    with suppress(ValueError):
+        if "madeupreply" in after_turn(tokenizer, message | {"content": "madeupreply"}):
+            return message
+    return message | {"role": "user"}

@@ -75,7 +75,7 @@ class Run:
     environment: Callable | None
     train_set: Sequence[dict]
     eval_set: Sequence[dict]
-    fingerprints: dict[str, str]                          # of what dataset, eval_dataset and others name
+    fingerprints: dict[str, str]                          # of dataset and eval_dataset
     phases: list[Phase]
     # The policy and its progress.
     policy: Policy

@@ -20,7 +20,7 @@ from engine.devices import (
 )
 from engine.errors import RunError
 from engine.device_policy import DevicePolicy, runs_in_core
-from engine.fingerprints import fingerprint_of_examples, fingerprint_of_model
+from engine.fingerprints import fingerprint_of_examples
 from engine.models import (
     check_context_length, load_any_policy, load_any_tokenizer, move, moved_to, recompute_activations,
     resolve_precision, save_any_policy,
@@ -35,7 +35,7 @@ from runs.folder import RunFolder
 from runs.phases import plan_phases
 from runs.run import Run
 from runs.startup_check import choose_engine, refuse_wrong_head, refuse_wrong_sampler
-from sample import configured_stops, end_of_turn, stop_token_ids
+from sample import stop_token_ids
 from sources.readers import SUFFIXES
 from sources.training_data import (
     fit_prompts, leave_out_rejected, load_data, note_unused, refuse_long_demonstrations,
@@ -115,9 +115,10 @@ def start_up_check(
                     policy = policy if other.shares_prompts else plain
     if note:
         notify(f"  note   {note}")
-    if (end := end_of_turn(tokenizer)) not in {None, *configured_stops(model, tokenizer)}:
-        token = tokenizer.convert_ids_to_tokens(end)
-        notify(f"  note   {token}, with which the chat template ends a turn, ends completions too")
+    configured = stop_token_ids(model, tokenizer, with_template=False)
+    for token in {*stop_token_ids(model, tokenizer)} - {*configured}:
+        name = tokenizer.convert_ids_to_tokens(token)
+        notify(f"  note   {name}, with which the chat template ends a turn, ends completions too")
     if make_policy:
         policy = make_policy(model, tokenizer, max_tokens=max_tokens)
         if not isinstance(policy, Policy):
@@ -178,9 +179,8 @@ def set_up(
         environment = load_environment(environment)
         tools = tools_of(environment)
     train_set, eval_set = load_data(config, dataset, eval_dataset)
-    fingerprints = {
-        "dataset": fingerprint_of_examples(train_set), "eval_dataset": fingerprint_of_examples(eval_set),
-        "reference_path": fingerprint_of_model(config.grpo.reference_path)}
+    sets = {"dataset": train_set, "eval_dataset": eval_set}
+    fingerprints = {name: fingerprint_of_examples(examples) for name, examples in sets.items()}
     if training.keep_best and not eval_set:
         raise ValueError("--keep_best: needs held-out problems: an --eval_limit above 0, or a larger file")
     validate_demonstrations(config, train_set)
@@ -247,7 +247,7 @@ def refuse_other_settings(config: Config, fingerprints: dict[str, str]) -> None:
     settings = config.flags
     for name in "output_dir", "model_path", "dataset", "eval_dataset", "reward_functions", "environment":
         del settings[name]                                # paths, of which each machine may have its own
-    settings |= {name: value for name, value in fingerprints.items() if value}
+    settings |= fingerprints
     first, *others = all_gather_object(settings)
     for rank, its_settings in enumerate(others, start=1):
         for name, value in its_settings.items():
@@ -317,8 +317,7 @@ def compare_settings(config: Config, checkpoint: Path, notify: Callable, fingerp
                 f"--{name}={now[name]}: this run began with {saved[name]!r}; start a new one, with a "
                 "checkpoint as --model_path")
     for name, found in others.items():
-        own_flags = {name} if name == "reference_path" else {*vars(config.data), "seed"}
-        if not own_flags & {*changed}:
+        if not {*vars(config.data), "seed"} & {*changed}:
             raise ValueError(
                 f"--{name}={now[name] or now['dataset']}: {found} now; this run began with {begun[name]}; "
                 "restore it, or start a new run, with a checkpoint as --model_path")

@@ -7,8 +7,8 @@ import ast
 import re
 from contextlib import suppress
 
-from data import BRACES, Row, as_messages, cell, choose_columns, demonstration
-from guards import read_message, split_prompt
+from data import BRACES, as_messages, cell, choose_columns, demonstration
+from guards import Row, messages_in_text, read_message
 from reward_functions.answers import BOX, as_list, extract_boxed, unwrap
 from reward_functions.formats import LETTERS
 from rewards import as_number
@@ -30,6 +30,7 @@ def as_published(row, columns: dict[str, str]) -> dict:
     row = choose_columns(row, columns)
     given, answer = dict(row), row.get("answer")
     choices = without_letters(text_choices(given))
+    row["prompt"] = messages_in_text(row["prompt"])
     if not BRACES.search(columns.get("prompt", "")):
         row["prompt"] = complete_prompt(row["prompt"], row, choices)
     for name, column in ("numbers", "nums"), ("tests", "test_list"):             # Countdown, MBPP
@@ -38,8 +39,8 @@ def as_published(row, columns: dict[str, str]) -> dict:
     if isinstance(answer, str | int | float):
         typed = str not in (type(given.get("choices")), type(given.get("options")))  # a CSV file has no types
         row["answer"], reasoning = split_answer(answer, choices, typed)
-        _, last_turn = split_prompt(row["prompt"])
-        if reasoning and not row.get("completion") and not last_turn:
+        demonstrated = isinstance(row["prompt"], list) and row["prompt"][-1]["role"] == "assistant"
+        if reasoning and not row.get("completion") and not demonstrated:
             row["completion"] = demonstration(reasoning, row["answer"])
     if choices:
         row.read |= {"choices", "options"}

@@ -2,14 +2,13 @@
 
 import csv
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 
-from data import NARROW, as_value, read_json_lines
+from data import read_json_lines
 from engine.errors import first_line
-from guards import parse_json, require_sequence
+from guards import as_value, parse_json, require_sequence
 from sources import GYM
 from sources.tasks import PROBLEMS
 
@@ -49,17 +48,17 @@ def read_rows(source: str | Sequence, split: str, seed: int, columns: dict[str, 
 
 def with_types(row, features: dict):
     """Return a row of datasets with the names of its labels, and 0.1 for a float32 of 0.1."""
-    for name, feature in features.items():
-        inner = getattr(feature, "feature", feature)      # of a list
-        if row[name] is not None and hasattr(inner, "int2str"):
-            labels = np.array([*inner.names, None])       # the last one for -1: not labelled
-            row = row | {name: as_value(labels[row[name]])}
-        elif row[name] is not None and getattr(inner, "dtype", "") in NARROW:
-            row = row | {name: as_value(np.array(row[name], inner.dtype))}
-    return row
+    typed = {}
+    for name in [name for name in features if row[name] is not None]:
+        inner = getattr(features[name], "feature", features[name])               # of a list
+        if hasattr(inner, "int2str"):
+            typed[name] = np.array([*inner.names, None])[row[name]]              # -1, the last: no label
+        elif getattr(inner, "dtype", "") == "float32":
+            typed[name] = np.array(row[name], "float32")
+    return row | as_value(typed) if typed else row
 
 
-def read_file(path: str) -> list:
+def read_file(path: str) -> Sequence:
     """Return the rows of a data file."""
     suffix = Path(path).suffix
     if suffix == ".jsonl":
@@ -89,16 +88,12 @@ def read_csv(path: str) -> list[dict]:
     return [{name: text or None for name, text in row.items()} for row in rows]
 
 
-def read_parquet(path: str) -> list[dict]:
+def read_parquet(path: str) -> Sequence[dict]:
     """Return the rows of a .parquet file."""
-    import pyarrow.parquet  # slow to import; `datasets` requires it
-    from datasets import Features
+    import datasets  # slow to import; it requires pyarrow
+    import pyarrow.parquet
 
-    table = pyarrow.parquet.read_table(path)
-    features = {}
-    with suppress(NotImplementedError, ValueError):       # types that it does not know
-        features = Features.from_arrow_schema(table.schema)
-    return [with_types(row, features) for row in table.to_pylist()]
+    return datasets.Dataset(pyarrow.parquet.read_table(path))
 
 
 def read_hub(source: str, split: str) -> Sequence[dict]:

@@ -7,13 +7,12 @@ from functools import partial
 from pathlib import Path
 
 from config import Config
-from data import COLUMNS, as_messages, as_text, encode_prompt, prompt_of, render_prompt
-from environments.messages import encode_turns, unwritten
+from data import COLUMNS, as_messages, as_text, encode_prompt, prompt_of
+from environments.messages import encode_turns, unwritten_entries
 from guards import without_special_tokens
 from sources import load_examples
 from sources.readers import SUFFIXES
 
-LABELS = "label", "kto_tag"     # of unpaired preferences: false if the completion is rejected
 BLANK = "", "None", "nan", "[]"                           # cells without a value, as text
 
 
@@ -61,19 +60,20 @@ def instructed(example: dict, instruction: str) -> dict:
 
 
 def leave_out_rejected(examples: list[dict], named: set[str], notify: Callable) -> list[dict]:
-    """Return the examples without completions that an unread column of LABELS calls rejected.
+    """Return the examples without completions of which the column label is false: unpaired preferences.
 
-    named  columns that are parameters of reward functions or an environment; LABELS are added
+    named  columns that are parameters of reward functions or an environment; label is added
     """
-    rejected = [
-        any(name in LABELS and str(value).lower() == "false" for name, value in unread(example, named))
-        and bool(example.get("completion")) for example in examples]
-    if any(rejected):
-        named.update(LABELS)
-        notify(f"  note   {sum(rejected)} of {len(examples)} completions have a false label: left out")
-    if all(rejected):
+    kept = [
+        example for example in examples
+        if not example.get("completion") or str(dict(unread(example, named)).get("label")).lower() != "false"]
+    if len(kept) < len(examples):
+        named.add("label")
+        rejected = len(examples) - len(kept)
+        notify(f"  note   {rejected} of {len(examples)} completions have a false label: left out")
+    if not kept:
         raise ValueError("--dataset: the label of all completions is false; correct the column label")
-    return [example for example, is_rejected in zip(examples, rejected, strict=True) if not is_rejected]
+    return kept
 
 
 def note_unused(examples: list[dict], named: set[str], tokenizer, notify: Callable) -> None:
@@ -86,12 +86,13 @@ def note_unused(examples: list[dict], named: set[str], tokenizer, notify: Callab
         for number, message in enumerate(messages):
             kind = (message["role"], *message)            # tried once
             if len(message) > 2 and kind not in unwritten_of:
-                unwritten_of[kind] = unwritten(tokenizer, messages, number)
+                unwritten = {*unwritten_entries(tokenizer, messages, number)}
+                unwritten_of[kind] = unwritten - {"role", "content"}
             unused.update(f"{name} of {kind[0]} messages" for name in unwritten_of.get(kind, ()))
     if "tools" in unused:
-        prompt, tools = next(
-            (e["prompt"], e["tools"]) for e in examples if str(e.get("tools")) not in BLANK)
-        unused["tools"] *= render_prompt(tokenizer, prompt, tools) == render_prompt(tokenizer, prompt)
+        example = next(e for e in examples if str(e.get("tools")) not in BLANK)
+        without = encode_prompt(tokenizer, example["prompt"])
+        unused["tools"] *= encode_prompt(tokenizer, example["prompt"], example["tools"]) == without
     if unused := +unused:
         names = ", ".join(f"{name} ({count})" for name, count in unused.most_common())
         notify(f"  note   read neither for prompts and completions nor by reward functions: {names}")

@@ -158,8 +158,6 @@ def said(*calls, content="", **more):
     ([said(CALL, content="I look."), {"role": "tool", "content": "2"}, said(content="2!")],
      'I look.<call>add {"a": 1}<|im_end|>\n<|im_start|>tool\n2<|im_end|>\n<|im_start|>assistant\n2!<|im_end|>'),
     ([said(content="2", reasoning_content="hm")], "does not write reasoning_content of the assistant's message"),
-    ([said(CALL, content="2", thinking="hm")], "does not write thinking of the assistant's message"),
-    ([said(content="2", function_call={"name": "add"})], "does not write function_call of the assistant's message"),
 ])
 def test_a_demonstration_with_calls_is_written_by_the_template_or_refused(base, completion, expected):
     tokenizer = load(base)
@@ -177,8 +175,11 @@ def test_a_demonstration_with_calls_is_written_by_the_template_or_refused(base, 
     tokenizer.chat_template = CALLS.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]")
     with pytest.raises(ValueError, match="does not write tool_calls of the assistant's message"):
         encode_turns(tokenizer, [ASKED], [said(CALL, CALL)], stops)
+    tokenizer.chat_template = CALLS.replace("}} {{ c.function.arguments | tojson", "+ ' ' + c.function.arguments")       # as DeepSeek's
+    (example,) = load_examples([{"messages": [ASKED, said(AS_TEXT)]}])
+    assert tokenizer.decode(encode_turns(tokenizer, [ASKED], example["completion"], stops)[0]) == '<call>add {"a": 1}<|im_end|>'
     tokenizer.chat_template = CALLS.replace("{% for m in messages %}", "{% for m in messages[-1:] %}")
-    with pytest.raises(ValueError, match="does not write it of the assistant's message"):
+    with pytest.raises(ValueError, match="the prompt leaves out the user's message"):
         encode_turns(tokenizer, [ASKED], [said(CALL, content="I look.")], stops)
 
 

@@ -36,10 +36,9 @@ NEW, OWN = {"dataset": "mine.jsonl"}, {"dataset": "mine.jsonl", "eval_dataset": 
     (NEW, {"dataset": "b"}, {"seed": 1}, "seed=1: this run began with 0;"), (NEW, {"dataset": "b"}, {"eval_limit": 5}, "eval_limit=5: this"),
     ({"dataset": "python:list"}, {"dataset": "b"}, {"seed": 1}, "seed=1: this run"), ({}, {}, {"eval_limit": 5}, ""),
     ({}, {"dataset": "b"}, {}, "dataset=arithmetic: b now;"), ({}, {"dataset": "b"}, {"seed": 1}, ""),
-    ({"reference_path": "r"}, {"reference_path": "f"}, {"seed": 1}, "reference_path=r: f now; this run began with e;"),
 ])
 def test_other_data_of_a_resumed_run_are_refused_unless_its_flags_say_so(tmp_path, monkeypatch, begun, found, flags, refused):
-    begun, fingerprints = Config.of(**begun), {"dataset": "a", "eval_dataset": "c", "reference_path": "e"}
+    begun, fingerprints = Config.of(**begun), {"dataset": "a", "eval_dataset": "c"}
     now, state = Config.of(**begun.flags | flags), {"settings": begun.as_dict(), "fingerprints": fingerprints}
     monkeypatch.setattr("runs.setup.read_state", lambda *_, **__: state)
     with pytest.raises(ValueError, match=f"^--{re.escape(refused)}[^\n]* with a checkpoint as --model_path$") if refused else nullcontext():

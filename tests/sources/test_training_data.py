@@ -91,7 +91,7 @@ def test_columns_that_nothing_reads_and_keys_that_are_not_written_are_named(rows
 
 
 @pytest.mark.parametrize("label,values,kept", [
-    ("label", [True, False, True], [0, 2]), ("label", ["True", "false", None], [0, 2]), ("kto_tag", [False, True, True], [1, 2]), ("label", [0, 1, 0], [0, 1, 2]),
+    ("label", [True, False, True], [0, 2]), ("label", ["True", "false", None], [0, 2]), ("label", [0, 1, 0], [0, 1, 2]),
     ("is_correct", [False, True, True], [0, 1, 2]), ("level", [False, True, True], [0, 1, 2]), ("label", [False] * 3, None),
 ])
 def test_completions_with_a_false_label_are_left_out(label, values, kept):
