@@ -62,19 +62,24 @@ def ratio(logp, old_logp):
 
 
 MISTAKES = {                    # the exercise, its function with the mistake, and a part of what is said
-    "no ties": ("1", "group_advantages", lambda r: (r - r.mean(1, True)) / (r.std(1, keepdim=True) + 1e-8), "is a tie"),
+    "no ties": ("1", "group_advantages", lambda r: (r - r.mean(1, True)) / (r.std(1, keepdim=True) + 1e-8), "have zero variance"),
     "std over G": ("1", "group_advantages", lambda r: (r - r.mean(1, True)) / (r.std(1, False, keepdim=True) + 1e-8),
                    "divides by G and not by G minus 1"),
     "itself among the siblings": ("2", "leave_one_out", lambda r: r - r.mean(1, True), "contains the completion itself"),
     "maximum": ("3", "clipped_loss", lambda p, o, a, c: -torch.maximum(ratio(p, o) * a, ratio(p, o).clamp(1 - c, 1 + c) * a),
                 "larger of the two"),
     "mean of means": ("4", "loss_of_a_piece", lambda loss, mask, n: loss[mask].mean(), "divides by its own tokens"),
+    "sum of numbers": ("4", "loss_of_a_piece", lambda loss, mask, n: loss.nansum() / n, "the padding is in the sum"),
     "product": ("4", "loss_of_a_piece", lambda loss, mask, n: (loss * mask).sum() / n, "NaN times 0"),
-    "no ratio": ("5", "kl_term", lambda p, o, q: k3(p, q), "the ratio is missing"),
+    "no ratio": ("5", "kl_term", lambda p, o, q: k3(p, q), "the ratio is missing or ignores"),
     "ratio without gradient": ("5", "kl_term", lambda p, o, q: ratio(p, o).detach() * k3(p, q), "has no gradient"),
+    "old_logp ignored": ("5", "kl_term", lambda p, o, q: ratio(p, p.detach()) * k3(p, q), "missing or ignores old"),
+    "detached": ("5", "kl_term", lambda p, o, q: (ratio(p, o) * k3(p, q)).detach(), "the penalty has no gradient"),
     "in the text": ("6", "right_number", lambda completions, answer, **_: [
         float(a in text) for text, a in zip(completions, answer)], "is right where the answer is 1000, and earns 0.0"),
     "one number": ("6", "right_number", lambda completions, answer, **_: 1.0, "a number for each completion, not 1.0"),
+    "float": ("6", "right_number", lambda completions, answer, **_: solutions.right_number(
+        [text.replace("_", "") for text in completions], answer), "an underscore"),
     "raises": ("6", "right_number", lambda completions, answer, **_: [
         float(math.isclose(float(text.split("<answer>")[1].split("<")[0].replace(",", "")), float(a)))
         for text, a in zip(completions, answer)], "raises IndexError"),

@@ -18,7 +18,7 @@ def group_advantages(rewards: Tensor) -> Tensor:
     """1. Compare each completion with its group: (r - mean) / (std + 1e-8), std divided by G - 1.
 
     rewards (P, G) float32 -> (P, G). A group of equal rewards must come back as exact zeros, whatever the rewards are.
-    Hint: mean and std take dim=1, keepdim=True. Compare the largest with the smallest reward of a row, and use torch.where.
+    Hint: mean and std take dim=1, keepdim=True. Compare amax with amin of each row, and use torch.where.
     """
     raise NotImplementedError("exercise 1 is empty: replace this line, in docs/exercises/exercises.py")
 

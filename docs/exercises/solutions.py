@@ -8,10 +8,10 @@ from torch import Tensor
 
 
 def group_advantages(rewards: Tensor) -> Tensor:
-    """1. A tie is found in the rewards: after the division it would be a rounding error blown up by 1e8."""
-    tied = rewards.amax(dim=1, keepdim=True) == rewards.amin(dim=1, keepdim=True)
+    """1. Equal rewards are found before the division, which would enlarge a rounding error by 1e8."""
+    equal = rewards.amax(dim=1, keepdim=True) == rewards.amin(dim=1, keepdim=True)
     centred = rewards - rewards.mean(dim=1, keepdim=True)
-    return torch.where(tied, 0.0, centred / (rewards.std(dim=1, keepdim=True) + 1e-8))
+    return torch.where(equal, 0.0, centred / (rewards.std(dim=1, keepdim=True) + 1e-8))
 
 
 def leave_one_out(rewards: Tensor) -> Tensor:
@@ -38,15 +38,15 @@ def kl_term(logp: Tensor, old_logp: Tensor, ref_logp: Tensor) -> Tensor:
 
 
 def right_number(completions: list[str], answer: list[str], **columns) -> list[float]:
-    """6. Exactly one tag pair; what is not a finite number is no answer."""
+    """6. Exactly one pair of tags; what is not a finite number is no answer."""
 
     def number(text: str) -> float:
         plain = re.fullmatch(r"\s*(-?[\d,]*\.?\d+)\s*", text)
         return float(plain[1].replace(",", "")) if plain and len(text) < 50 else math.nan
 
-    def points(text: str, truth: str) -> float:
+    def reward(text: str, truth: str) -> float:
         found = re.findall(r"<answer>(.*?)</answer>", text, flags=re.DOTALL)
         alone = len(found) == 1 and text.count("<answer>") == text.count("</answer>") == 1
         return float(alone and number(found[0]) == number(truth))
 
-    return [points(text, truth) for text, truth in zip(completions, answer, strict=True)]
+    return [reward(text, truth) for text, truth in zip(completions, answer, strict=True)]

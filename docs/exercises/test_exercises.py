@@ -36,20 +36,20 @@ def test_1_group_advantages():
     compare(
         "advantages of three groups", task.group_advantages(rewards), grpo.compute_group_advantages(rewards),
         the_standard_deviation_divides_by_G_and_not_by_G_minus_1=centred / rewards.std(1, correction=0, keepdim=True),
-        the_points_are_not_divided_by_the_standard_deviation=centred,
+        the_rewards_are_not_divided_by_the_standard_deviation=centred,
         mean_and_standard_deviation_are_those_of_the_batch_and_not_of_each_row=(rewards - rewards.mean()) / rewards.std(),
         the_standard_deviation_is_that_of_the_batch_and_not_of_each_row=centred / rewards.std(),
         the_sign_is_reversed=-centred / rewards.std(1, keepdim=True),
     )
-    for points in 0.7, 0.1, 1.3, 0.0:
+    for reward in 0.7, 0.1, 1.3, 0.0:
         for size in range(2, 17):
-            largest = float(task.group_advantages(torch.full((1, size), points)).abs().max())
+            largest = float(task.group_advantages(torch.full((1, size), reward)).abs().max())
             assert largest == 0, (
-                f"{size} times {points} is a tie, and an advantage is {largest:.3g}: the float32 mean is not exactly {points}, and "
-                "the rest is divided by nearly 0. Find ties in the points, before the division")
+                f"{size} rewards of {reward} have zero variance, and an advantage is {largest:.3g}: the float32 mean is not exactly "
+                f"{reward}, and the rest is divided by nearly 0. Find groups of equal rewards before the division")
     beside = task.group_advantages(torch.tensor([[0.7] * 7, [0.0] * 6 + [1.0]]))
-    assert float(beside[0].abs().max()) == 0, "a tied row beside another row is not 0: look for ties in each row (dim=1)"
-    assert float(beside[1].abs().max()) > 0, "a row beside a tied one is 0: look for ties in each row (dim=1)"
+    assert float(beside[0].abs().max()) == 0, "a group of equal rewards beside another group is not 0: compare in each row (dim=1)"
+    assert float(beside[1].abs().max()) > 0, "a group beside one of equal rewards is 0: compare in each row (dim=1)"
 
 
 def test_2_leave_one_out():
@@ -90,8 +90,10 @@ def test_3_clipped_loss():
 def test_4_loss_of_a_piece():
     loss, lengths = numbers(6, 5), torch.tensor([5, 1, 2, 5, 3, 4])
     mask = torch.arange(5) < lengths[:, None]
-    loss = loss.masked_fill(~mask, torch.nan)
     whole, count = loss[mask].mean(), int(mask.sum())
+    found = task.loss_of_a_piece(loss.masked_fill(~mask, 100.0), mask, count)
+    compare("loss with 100 in the padding", found, whole, the_padding_is_in_the_sum=whole + 100 * float((~mask).sum() / count))
+    loss = loss.masked_fill(~mask, torch.nan)
     for pieces in ([0, 1, 2, 3, 4, 5],), ([0], [1], [2], [3, 4, 5]), ([5, 1], [0, 2, 4, 3]):
         found = sum(task.loss_of_a_piece(loss[rows], mask[rows], count) for rows in pieces)
         compare(
@@ -111,16 +113,21 @@ def test_5_kl_term():
     compare(
         "value of each of three tokens", term, x.exp() - x - 1, this_is_k1=-x, this_is_k2=x**2 / 2,
         x_has_the_wrong_sign=(-x).exp() + x - 1)
+    half = (logp - logp.detach() + 0.5).exp() * (x.exp() - x - 1)
+    compare(
+        "value where old_logp is logp - 0.5", task.kl_term(logp, logp.detach() - 0.5, q.log()), half,
+        the_ratio_is_missing_or_ignores_old_logp=x.exp() - x - 1, the_ratio_is_that_of_old_to_new=(-0.5 * torch.ones(3)).exp() * (x.exp() - x - 1))
+    assert term.requires_grad, "the penalty has no gradient: something is detached"
     mean = (p * term).sum()                                                      # by enumeration of the three tokens
     gradient = torch.autograd.grad(mean, logits, retain_graph=True)[0]
     expected, of_k3 = (torch.autograd.grad(value, logits, retain_graph=True)[0] for value in (exact, (p * (x.exp() - x - 1)).sum()))
     compare(
         "mean gradient", gradient, expected,
-        the_ratio_is_missing_or_has_no_gradient_and_this_is_the_gradient_of_the_other_KL=of_k3)
+        the_ratio_has_no_gradient_and_this_is_the_gradient_of_the_other_KL=of_k3)
 
 
 def test_6_right_number():
-    def points(text, answer="72"):
+    def reward(text, answer="72"):
         try:
             values = task.right_number([text], answer=[answer], prompts=["7+65=?"])
         except NotImplementedError:
@@ -134,18 +141,18 @@ def test_6_right_number():
         ("<answer>72</answer>", "72"), ("so <answer> 72 </answer>", "72"), ("<answer>72.0</answer>", "72"),
         ("<answer>1,000</answer>", "1000"), ("<answer>-3</answer>", "-3"),
     ):
-        assert points(text, answer) == 1, f"{text!r} is right where the answer is {answer}, and earns {points(text, answer)}"
+        assert reward(text, answer) == 1, f"{text!r} is right where the answer is {answer}, and earns {reward(text, answer)}"
     cheats = {
         "an empty completion": "", "a number without a tag": "72", "an open tag": "<answer>", "an empty tag": "<answer></answer>",
         "a number that ends like the answer": "<answer>172</answer>", "several numbers": "<answer>70 71 72 73</answer>",
         "two answers": "<answer>71</answer><answer>72</answer>", "two answers, the first right": "<answer>72</answer><answer>71</answer>",
         "a tag in a tag": "<answer><answer>72</answer>", "the same answer three times": "<answer>72</answer>" * 3,
         "the question": "<answer>the number of 7+65</answer>", "5000 digits": "<answer>" + "9" * 5000 + "</answer>",
-        "not a number": "<answer>nan</answer>", "infinity": "\0<answer>inf</answer>",
+        "an underscore, which float() accepts": "<answer>7_2</answer>", "not a number": "<answer>nan</answer>", "infinity": "\0<answer>inf</answer>",
     }
     for name, text in cheats.items():
-        assert points(text) == 0, f"{name} earns {points(text)}, and should earn 0: {text[:60]!r}"
-    assert points("<answer>nan</answer>", "nan") == 0, "two unreadable answers are not equal answers"
+        assert reward(text) == 0, f"{name} earns {reward(text)}, and should earn 0: {text[:60]!r}"
+    assert reward("<answer>nan</answer>", "nan") == 0, "two unreadable answers are not equal answers"
     example = {"prompt": "7+65=?", "answer": "72", "completion": "<reasoning>65+7=72</reasoning><answer>72</answer>"}
-    flags = flags_of({kind: points(text) for kind, text in completions_of(example).items()})
+    flags = flags_of({kind: reward(text) for kind, text in completions_of(example).items()})
     assert flags == [], f"the reward linter finds: {flags}"
