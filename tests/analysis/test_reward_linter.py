@@ -107,7 +107,7 @@ def test_bugs_of_published_rewards_are_named(linted, tmp_path, name):
 
 
 def test_check_prints_the_table_in_the_docs(capsys, monkeypatch):
-    page = (ROOT / "docs/rewards.md").read_text().partition("## Points of right")[2].partition("\n## ")[0]
+    page = (ROOT / "docs/rewards.md").read_text().partition("## Rewards of right")[2].partition("\n## ")[0]
     command = re.search(r"^ {4}python train.py (.*)$", page.replace("\\\n        ", ""), re.M)[1]
     monkeypatch.chdir(ROOT)
     train.main(command.split())
