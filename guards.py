@@ -3,6 +3,7 @@ Guards against wrong input, for data.py: rows that are not examples, text that a
 special tokens in a user's text. Each function raises ValueError, one line, or returns the corrected input.
 """
 
+import ast
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,7 +11,8 @@ from contextlib import suppress
 from functools import lru_cache
 from itertools import islice
 
-OUTPUT = "tool_calls", "reasoning_content"                # of an assistant's message, beside its content
+# What an assistant's message may hold beside its content.
+OUTPUT = "tool_calls", "function_call", "reasoning_content", "reasoning", "thinking"
 CLOCK = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")               # in a chat template
 
 
@@ -119,7 +121,8 @@ def read_completion(completion) -> str | list[dict] | None:
     """
     if isinstance(completion, str):
         return completion if completion.strip() else None
-    messages = completion if isinstance(completion, list) else []
+    messages = [completion] if isinstance(completion, dict) else completion
+    messages = messages if isinstance(messages, list) else []
     if messages and isinstance(messages[0], dict) and "text" in messages[0]:     # parts without a message
         messages = [{"content": messages}]
     messages = [read_message(message, role="assistant") for message in messages]
@@ -165,12 +168,15 @@ def text_of_parts(content: str | list | None) -> str | None:
 
 
 def without_nulls(value, name: str = ""):
-    """Return a JSON value without null entries, which Parquet adds, and `arguments` in text as objects."""
-    if name == "arguments" and isinstance(value, str):
+    """Return a JSON value without null entries, which Parquet adds. `arguments` and `parameters` in text
+    become objects.
+    """
+    if name in ("arguments", "parameters"):
         with suppress(ValueError):
-            value = json.loads(value)
+            value = json.loads(value) if isinstance(value, str) else value or {}
     if isinstance(value, dict):
-        return {key: without_nulls(entry, key) for key, entry in value.items() if entry is not None}
+        kept = {key: entry for key, entry in value.items() if entry is not None or key == "arguments"}
+        return {key: without_nulls(entry, key) for key, entry in kept.items()}
     return list(map(without_nulls, value)) if isinstance(value, list) else value
 
 
@@ -185,12 +191,13 @@ def read_tools(tokenizer, tools) -> list[dict] | None:
 
 
 def messages_in_text(text):
-    """Return the chat messages in a text of JSON, such as a cell of a CSV file; else the text."""
+    """Return the chat messages in a text of JSON or Python, such as a cell of a CSV file; else the text."""
     if isinstance(text, str) and re.match(r"\s*\[\s*\{", text):
-        with suppress(ValueError, RecursionError):
-            messages = json.loads(text)
-            if all(isinstance(each, dict) and each.keys() & {"role", "from"} for each in messages):
-                return messages
+        for parse in json.loads, ast.literal_eval:        # pandas writes the second
+            with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+                messages = parse(text)
+                if all(isinstance(each, dict) and each.keys() & {"role", "from"} for each in messages):
+                    return messages
     return text
 
 

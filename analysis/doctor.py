@@ -38,10 +38,13 @@ def find_problems(tenths: list[dict], right: str, flags: dict) -> list[str]:
     improves = end[goal] - start[goal] > 0.05 * abs(start[goal])
     lost = max(0.05, 0.5 * abs(best), 0.5 * (best - start["mean_reward"]))       # reward, in a collapse
     tied = end["tied_groups"]
-    # A function is taken to give 0 to 1, unless mean_reward was outside of that.
+    # A function is taken to give 0 to 1, or -1 to 0 if the mean reward was never above 0, unless it was
+    # outside of that.
     weights = flags["reward_weights"] or [1.0] * len(flags["reward_functions"])
     lowest = min(sum(weight for weight in weights if weight < 0), *known, 0)
     highest = max(sum(weight for weight in weights if weight > 0), *known, 0)
+    if max(known) <= 0 and min(known) < 0:
+        lowest, highest = min(lowest, lowest - highest), 0
     mostly_right = end["tied_right_groups"] > tied / 2 if right else reward > (lowest + highest) / 2
     fewer_right = max(0.02, 0.2 * start[right])           # share of the completions, in reward hacking
     longer = end["completion_tokens"] > 1.5 * start["completion_tokens"] and not improves

@@ -16,7 +16,7 @@ from sample import demonstrations_as_rollout
 
 KINDS = "gold", "empty", "wrong", "form", "spam", "newline"     # columns of the table, see docs/rewards.md
 EXAMPLES = 16                   # number of examples in the table
-LETTERED = re.compile(r"(?<!\w)A[.):]\s?\S.*(?<!\w)B[.):]\s?\S", re.DOTALL)        # choices in a prompt
+LETTERED = re.compile(r"(?ms)^\s*\(?[Aa][.):]\s?\S.*^\s*\(?[Bb][.):]\s?\S")           # choices, a line each
 
 
 def completions_of(example: dict, other: dict | None = None) -> dict[str, str]:
@@ -104,7 +104,7 @@ def doubtful_answers(examples: list[dict]) -> list[str]:
         "are the text of a list": [answer for answer, _ in rows if as_list(answer) is not None],
         "are numbers while the prompt offers letters": [n for n, text in numbers if LETTERED.search(text)],
     }
-    advice = "correct them, or choose another --answer_column"
+    advice = "is that meant? If not, choose another --answer_column"
     return [f"{len(found)} of {len(examples)} answers {kind}, such as {found[0]!r:.60}: {advice}"
             for kind, found in kinds.items() if found]
 

@@ -37,9 +37,11 @@ NOTATION = {                    # of keyboards and programs: as LaTeX
         rf"({of[1]}.{of[2]}0+\frac{{{of[3]}}}{{{'9' * len(of[3])}{'0' * len(of[2])}}})",
     r"\\(approx|simeq) *(?=[-+]?\d*\.\d)": "=", "^ ?= ?": "",         # "\approx 18" is not 18
 }
-CODE = re.compile(                        # 7:15, but 7:5 is a ratio; H2O; H_2O; 2024-03-01, 1.2.3; 05/07
-    r"\b\d{1,2}:[0-5]\d\b|[A-Za-z]\d|^(?=.*_)(?=.*[A-Z].*[A-Z])\d*([A-Z][a-z]?(_\{?\d+\}?)?|[()])+$"
-    r"|^\d+(?P<mark>[-/:.])\d+((?P=mark)\d+)+$|^\(\d+\) ?\d+-\d+$|^(0\d+[-/:][\d.]+|[\d.]+[-/:]0\d+)$")
+CLOCK = re.compile(r"\d{1,2}:[0-5]\d")    # a time, if both are one; else a ratio
+CODE = re.compile(                        # B12; H_2O; 2024-03-01, 555-123-4567, 12:30:00, 1.2.3; 05/07
+    r"^\w*[A-Za-z]\d\w*$|^(?=.*_)(?=.*[A-Z].*[A-Z])\d*([A-Z][a-z]?(_\{?\d+\}?)?|[()])+$"
+    r"|^(?=.*(\d{4}|\b0\d|\d{3}[-/]\d{3}\b))\d+(?P<mark>[-/])\d+((?P=mark)\d+)+$|^\d+([:.]\d+){2,}$"
+    r"|^\(\d+\) ?\d+-\d+$|^(0\d+[-/:][\d.]+|[\d.]+[-/:]0\d+)$")
 ASSIGNMENT = re.compile(r" *(\\?[A-Za-z]\w*(?:\{\w+\})?(?:\([^()]*\))?) *=([^=]+)")
 
 
@@ -62,7 +64,7 @@ def math_equality(completions, answer, **columns) -> list[float | None]:
     latex = {pair: tuple(map(as_latex, pair)) for pair in sorted(pairs) if not equal[pair]}
     read = {pair: both for pair, both in latex.items() if all(both) and not all(map(WORDS.fullmatch, both))}
     texts = {pair: [re.sub("[{}_ ]", "", one) for one in both] for pair, both in read.items()
-             if not all(map(is_arithmetic, both))}
+             if not all(map(is_arithmetic, both)) or all(CLOCK.fullmatch(one.strip("$")) for one in both)}
     equal |= {pair: same_answer(*both) for pair, both in texts.items()}
     equal |= compare_in_sandbox({pair: both for pair, both in read.items() if pair not in texts})
     found = [{equal.get((g, one), False) for one in row} for g, row in zip(given, truths, strict=True)]
@@ -82,17 +84,18 @@ def as_latex(text: str) -> str | None:
     text = unicodedata.normalize("NFKC", re.sub("[¼-¾⅐-⅞]", r" \g<0> ", text))
     radians = r"(\\frac{\1\\pi}{180})"
     text = re.sub(ANGLES, lambda angles: re.sub(ANGLE, radians, angles[0]), text)
-    text = re.sub(rf"\\?\$|(?<!\\)\\[()\[\] ,;:]|~|{DEGREE}", " ", text).strip(" €£")
+    text = re.sub(rf"\\?\$|(?<!\\)\\[()\[\] ,;:]|\\q?quad|~|{DEGREE}", " ", text).strip(" €£")
     text = re.sub(rf"((?<=[\d)}}])|(?<=\\pi)){UNITS}", "", " ".join(text.removesuffix(".").split()))
     for pattern, latex in NOTATION.items():
         text = re.sub(pattern, latex, text)
     joined = "or" if re.search(r"[<>]|\\[lg]e", text) else "and|or"     # "x < 1 and x > 3" is no list
     text = re.sub(rf",? ?\b({joined})\b", ",", text)
-    named = [ASSIGNMENT.fullmatch(part) for part in re.split(r",(?=[^,=<>]+=)", text)]
+    named = [ASSIGNMENT.fullmatch(part) for part in re.split(r"[,;](?=[^,;=<>]+=)", text)]
     if all(named) and len({name[1] for name in named}) > 1:             # A=5, B=6: as the tuple (A, 5, B, 6)
         text = f"({','.join(','.join(name.groups()) for name in sorted(named, key=lambda name: name[1]))})"
     if not re.search(r"(?<![A-Za-z])i ?([=<>]|\\([lg]e|in)\b)", text):     # an index or a variable
-        symbols = r"(\\(?:begin|end)\{\w+\}|\\[A-Za-z]+)|i( ?\^)?"           # math-verify reads I^2 as I
+        # Not ii or iv. math-verify reads I^2 as I.
+        symbols = r"(\\(?:begin|end)\{\w+\}|\\[A-Za-z]+)|(?<![A-Za-z])i(?![A-Za-z])( ?\^)?"
         text = re.sub(symbols, lambda one: one[1] or ("{I}^" if one[2] else "I"), text)
     unreadable = r"(?<!begin\{)(?<!end\{)(?<![\\A-Za-z])(?!sqrt\()[A-Za-z]{3,}|(?<!frac )(?<!_)\d \d|\\\w*box"
     return None if re.search(unreadable, text) else f"${text}$"         # "dog" would equal "god", "1 8" 9

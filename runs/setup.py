@@ -7,6 +7,7 @@ is read, the tokenizer loaded, and prompts are counted in tokens. The model and 
 
 import inspect
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -26,6 +27,7 @@ from engine.models import (
     resolve_precision, save_any_policy,
 )
 from engine.sharding import shard
+from guards import dated_template
 from model import load_policy
 from policy import Policy
 from reward_functions.calling import parameters_of
@@ -72,7 +74,15 @@ def config_on_device(config: Config, device: torch.device) -> Config:
     precision = resolve_precision(config.model.precision, device)                # in config.json
     if device.type == "xla" and precision == "float16":
         raise ValueError("--precision=float16: on XLA the loss would not be scaled; use bfloat16")
-    return replace(config, model=replace(config.model, precision=precision))
+    path, reference = map(absolute, (config.model.model_path, config.grpo.reference_path))
+    return replace(
+        config, model=replace(config.model, precision=precision, model_path=path),
+        grpo=replace(config.grpo, reference_path=reference))
+
+
+def absolute(path: str) -> str:
+    """Return the absolute path of a folder, with which a run is resumed from anywhere; a hub id as it is."""
+    return os.path.abspath(path) if path and os.path.isdir(path) else path
 
 
 def validate_grpo_setup(
@@ -196,6 +206,8 @@ def set_up(
         raise ValueError("--reward_functions=none: teaches nothing without a teacher; add --reference_path")
     if "strftime_now" in str(tokenizer.chat_template):    # the same prompts when the run is resumed
         config = replace(config, model=replace(config.model, chat_template_date=str(tokenizer.today.date())))
+        if "strftime_now(" in dated_template(tokenizer, tools):
+            console.print("  note   the chat template computes a date; prompts of a resumed run may differ")
     tokenizer.tools = tools                               # for the chat template
     if training.use_grpo:
         validate_grpo_setup(
@@ -316,11 +328,14 @@ def compare_settings(config: Config, checkpoint: Path, notify: Callable, fingerp
             raise ValueError(
                 f"--{name}={now[name]}: this run began with {saved[name]!r}; start a new one, with a "
                 "checkpoint as --model_path")
+    # These change the examples, in a way that the fingerprints do not depend on.
+    of_prompts = {"instruction", "max_prompt_length", "long_prompts"}
     for name, found in others.items():
-        if not {*vars(config.data), "seed"} & {*changed}:
+        if not {*vars(config.data), "seed"} - of_prompts & {*changed}:
             raise ValueError(
-                f"--{name}={now[name] or now['dataset']}: {found} now; this run began with {begun[name]}; "
-                "restore it, or start a new run, with a checkpoint as --model_path")
+                f"--{name}={now[name] or now['dataset']}: its examples have changed since this run began "
+                f"({begun[name]}, now {found}); restore them, or start a new run, with a checkpoint as "
+                "--model_path")
     if changed:
         notify("  note   changed: " + ", ".join(f"{name} {saved[name]} -> {now[name]}" for name in changed))
 

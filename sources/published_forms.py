@@ -16,8 +16,8 @@ from rewards import as_number
 STATED = re.compile(r"\banswer(?: is:?|:)[ *]*(\S+?(?: \S+?){0,2})[.*]*\s*\Z", re.IGNORECASE)   # "Answer: 16"
 AFTER_HASHES = re.compile(r"(?<!#)####(?!#| *\d+ of \d) *([^\n]*[^\s.])\.?\s*\Z")
 COUNTED = re.compile(                     # "72 apples", not "72 million", "7 pm", "3 and a half" or "7 of 9"
-    r"([-+]?[$€£]?[\d.,]*\d(?: *%)?)(?: *[$€£]| +(?!([mbtr]+illion|hundred|thousand|dozen|and|or|to|[ap]m)\b)"
-    r"([A-Za-z]{2}|[mghsl]\b)[^\d]*)?")
+    r"([-+]?[$€£]?[\d.,]*\d(?: *%)?)(?: *[$€£]| +(?!([mbtr]+illion|hundred|thousand|dozen|lakh|crore|and|or"
+    r"|to|[ap]m|noon|pi|mod|BCE?|AD)\b)([A-Za-z]{2}|[mghsl]\b)[^\d]*)?")
 ANSWER_FIRST = re.compile(rf"[$ *]*({BOX.pattern}|(the )?(final )?answer\b)", re.IGNORECASE)
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant"}
 
@@ -68,14 +68,16 @@ def complete_prompt(prompt, row: Row, choices: dict[str, str]):
         if last["role"] == "user" and last["content"]:
             last = last | {"content": with_choices(last["content"], choices)}
         prompt = [*before, last]
-    if not (system := text_in(row, "system")) or (isinstance(prompt, list) and prompt[0]["role"] == "system"):
+    if isinstance(prompt, list) and prompt[0]["role"] == "system":
         return prompt
-    return [{"role": "system", "content": system}, *as_messages(prompt)]
+    system = text_in(row, "system")
+    return [{"role": "system", "content": system}, *as_messages(prompt)] if system else prompt
 
 
 def text_in(row: Row, column: str) -> str:
-    """Return the text in a column, "" if it is blank or something else."""
-    return text if isinstance(text := row.get(column), str) and text.strip() else ""
+    """Return the text in a column, "" if it is blank or something else, which is not counted as read."""
+    is_text = isinstance(dict.get(row, column), str) and row[column].strip()
+    return row.get(column) if is_text else ""
 
 
 def without_letters(choices: dict[str, str]) -> dict[str, str]:
@@ -107,8 +109,9 @@ def text_choices(row: dict) -> dict[str, str]:
             choices = dict(zip(LETTERS[: len(choices)], choices, strict=True))
         elif "label" in choices:
             choices = dict(zip(choices["label"], choices["text"], strict=True))
-        if all(len(label) == 1 and isinstance(text, str) for label, text in dict(choices).items()):
-            return choices
+        one_each = all(len(label) == 1 for label in dict(choices))
+        if one_each and all(isinstance(text, str | int | float) for text in choices.values()):
+            return {label: str(text) for label, text in choices.items()}
     return {}
 
 

@@ -3,7 +3,6 @@
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 
 from config import Config
@@ -44,8 +43,7 @@ def load_data(
         raise ValueError(
             f"--dataset={data_config.dataset}: all its prompts are held out; choose another --eval_dataset, "
             "or, if they are all the same, --eval_limit 0")
-    instruct = partial(instructed, instruction=data_config.instruction)
-    return list(map(instruct, examples)), list(map(instruct, held_out))
+    return examples, held_out
 
 
 def instructed(example: dict, instruction: str) -> dict:
@@ -88,14 +86,14 @@ def note_unused(examples: list[dict], named: set[str], tokenizer, notify: Callab
             if len(message) > 2 and kind not in unwritten_of:
                 unwritten = {*unwritten_entries(tokenizer, messages, number)}
                 unwritten_of[kind] = unwritten - {"role", "content"}
-            unused.update(f"{name} of {kind[0]} messages" for name in unwritten_of.get(kind, ()))
+            unused.update(f"key {name} of {kind[0]} messages" for name in unwritten_of.get(kind, ()))
     if "tools" in unused:
         example = next(e for e in examples if str(e.get("tools")) not in BLANK)
         without = encode_prompt(tokenizer, example["prompt"])
         unused["tools"] *= encode_prompt(tokenizer, example["prompt"], example["tools"]) == without
     if unused := +unused:
         names = ", ".join(f"{name} ({count})" for name, count in unused.most_common())
-        notify(f"  note   read neither for prompts and completions nor by reward functions: {names}")
+        notify(f"  note   no prompt, completion or reward function uses these columns and keys: {names}")
 
 
 def unread(example: dict, named: set[str]) -> list[tuple]:
@@ -109,9 +107,10 @@ def fit_prompts(
 ) -> tuple[list[dict], int]:
     """Raise ValueError for prompts longer than --max_prompt_length, or drop them, as --long_prompts says.
 
-    returns  the examples, and the length of the longest prompt in tokens
+    returns  the examples with --instruction, and the length of the longest prompt in tokens
     """
     limit = config.data.max_prompt_length
+    examples = [instructed(example, config.data.instruction) for example in examples]
     lengths = [len(encode_prompt(tokenizer, prompt_of(tokenizer, example))) for example in examples]
     rendered = [e["prompt"] for e in examples if tokenizer.chat_template or not isinstance(e["prompt"], str)]
     if cleaned := sum(without_special_tokens(tokenizer, m) != m for m in map(as_messages, rendered)):
