@@ -250,11 +250,11 @@ def cell(row: dict, column: str):
     """Return the value in a column; else that in a field of an object, "a.b" of {"a": {"b": 1}}; else a text
     whose columns in braces are filled in; else None.
 
-    Braces with something else than a column stay, such as {"x": 1}, unless they hold words.
+    Braces with something else than a column stay, such as {"x": 1}, unless they hold a single word.
     """
     names = {} if column in row else dict.fromkeys(BRACES.findall(column))
     known = [name for name in names if name in row or cell(row, name) is not None]
-    if known and not any(re.fullmatch(r"[A-Za-z][\w ]*", name) for name in names.keys() - known):
+    if known and not any(name.isidentifier() for name in names.keys() - known):
         texts = {name: "" if (value := cell(row, name)) is None else str(value) for name in known}
         return BRACES.sub(lambda match: texts.get(match[1], match[0]), column)
     head, _, field = column.partition(".")

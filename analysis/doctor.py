@@ -43,7 +43,7 @@ def find_problems(tenths: list[dict], right: str, flags: dict) -> list[str]:
     weights = flags["reward_weights"] or [1.0] * len(flags["reward_functions"])
     lowest = min(sum(weight for weight in weights if weight < 0), *known, 0)
     highest = max(sum(weight for weight in weights if weight > 0), *known, 0)
-    if max(known) <= 0 and min(known) < 0:
+    if known and max(known) <= 0 and min(known) < 0:
         lowest, highest = min(lowest, lowest - highest), 0
     mostly_right = end["tied_right_groups"] > tied / 2 if right else reward > (lowest + highest) / 2
     fewer_right = max(0.02, 0.2 * start[right])           # share of the completions, in reward hacking

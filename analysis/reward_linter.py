@@ -16,7 +16,8 @@ from sample import demonstrations_as_rollout
 
 KINDS = "gold", "empty", "wrong", "form", "spam", "newline"     # columns of the table, see docs/rewards.md
 EXAMPLES = 16                   # number of examples in the table
-LETTERED = re.compile(r"(?ms)^\s*\(?[Aa][.):]\s?\S.*^\s*\(?[Bb][.):]\s?\S")           # choices, a line each
+# Choices, a line each or with parentheses: sentences that end in "jar A." are none.
+LETTERED = re.compile(r"(?msi)^\s*A[.:]\s?\S.*^\s*B[.:]\s?\S|(?<!\w)A\)\s?\S.*(?<!\w)B\)\s?\S")
 
 
 def completions_of(example: dict, other: dict | None = None) -> dict[str, str]:

@@ -37,9 +37,9 @@ NOTATION = {                    # of keyboards and programs: as LaTeX
         rf"({of[1]}.{of[2]}0+\frac{{{of[3]}}}{{{'9' * len(of[3])}{'0' * len(of[2])}}})",
     r"\\(approx|simeq) *(?=[-+]?\d*\.\d)": "=", "^ ?= ?": "",         # "\approx 18" is not 18
 }
-CLOCK = re.compile(r"\d{1,2}:[0-5]\d")    # a time, if both are one; else a ratio
+CLOCK, RATIO = re.compile(r"\$\d{1,2}:[0-5]\d\$"), re.compile(r"\$[\d.]+:[\d.]+\$")     # 3:15 may be both
 CODE = re.compile(                        # B12; H_2O; 2024-03-01, 555-123-4567, 12:30:00, 1.2.3; 05/07
-    r"^\w*[A-Za-z]\d\w*$|^(?=.*_)(?=.*[A-Z].*[A-Z])\d*([A-Z][a-z]?(_\{?\d+\}?)?|[()])+$"
+    r"^[\w.]*[A-Za-z]\d[\w.]*$|^(?=.*_)(?=.*[A-Z].*[A-Z])\d*([A-Z][a-z]?(_\{?\d+\}?)?|[()])+$"
     r"|^(?=.*(\d{4}|\b0\d|\d{3}[-/]\d{3}\b))\d+(?P<mark>[-/])\d+((?P=mark)\d+)+$|^\d+([:.]\d+){2,}$"
     r"|^\(\d+\) ?\d+-\d+$|^(0\d+[-/:][\d.]+|[\d.]+[-/:]0\d+)$")
 ASSIGNMENT = re.compile(r" *(\\?[A-Za-z]\w*(?:\{\w+\})?(?:\([^()]*\))?) *=([^=]+)")
@@ -64,7 +64,7 @@ def math_equality(completions, answer, **columns) -> list[float | None]:
     latex = {pair: tuple(map(as_latex, pair)) for pair in sorted(pairs) if not equal[pair]}
     read = {pair: both for pair, both in latex.items() if all(both) and not all(map(WORDS.fullmatch, both))}
     texts = {pair: [re.sub("[{}_ ]", "", one) for one in both] for pair, both in read.items()
-             if not all(map(is_arithmetic, both)) or all(CLOCK.fullmatch(one.strip("$")) for one in both)}
+             if is_time(both) or not all(map(is_arithmetic, both))}
     equal |= {pair: same_answer(*both) for pair, both in texts.items()}
     equal |= compare_in_sandbox({pair: both for pair, both in read.items() if pair not in texts})
     found = [{equal.get((g, one), False) for one in row} for g, row in zip(given, truths, strict=True)]
@@ -99,6 +99,13 @@ def as_latex(text: str) -> str | None:
         text = re.sub(symbols, lambda one: one[1] or ("{I}^" if one[2] else "I"), text)
     unreadable = r"(?<!begin\{)(?<!end\{)(?<![\\A-Za-z])(?!sqrt\()[A-Za-z]{3,}|(?<!frac )(?<!_)\d \d|\\\w*box"
     return None if re.search(unreadable, text) else f"${text}$"         # "dog" would equal "god", "1 8" 9
+
+
+def is_time(both: tuple[str, str]) -> bool:
+    """Return True if an answer is a time and the other one is no ratio that only looks like a time."""
+    times = [CLOCK.fullmatch(one) is not None for one in both]
+    ratios = [RATIO.fullmatch(one) is not None for one in both]
+    return any(times) and times == ratios
 
 
 def is_arithmetic(latex: str) -> bool:

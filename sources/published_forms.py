@@ -109,9 +109,8 @@ def text_choices(row: dict) -> dict[str, str]:
             choices = dict(zip(LETTERS[: len(choices)], choices, strict=True))
         elif "label" in choices:
             choices = dict(zip(choices["label"], choices["text"], strict=True))
-        one_each = all(len(label) == 1 for label in dict(choices))
-        if one_each and all(isinstance(text, str | int | float) for text in choices.values()):
-            return {label: str(text) for label, text in choices.items()}
+        if all(len(label) == 1 and isinstance(text, str) for label, text in dict(choices).items()):
+            return choices
     return {}
 
 

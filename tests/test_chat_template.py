@@ -157,6 +157,8 @@ def said(*calls, content="", **more):
     ([said(AS_TEXT, CALL)], '<call>add {"a": 1}<call>add {"a": 1}<|im_end|>'), ([said(content=" 2\n", id="x")], " 2\n<|im_end|>"),
     ([said(CALL, content="I look."), {"role": "tool", "content": "2"}, said(content="2!")],
      'I look.<call>add {"a": 1}<|im_end|>\n<|im_start|>tool\n2<|im_end|>\n<|im_start|>assistant\n2!<|im_end|>'),
+    ([said({"function": {"name": "now", "arguments": None}})], "<call>now {}<|im_end|>"),
+    ([said(content="2", function_call={"name": "add"})], "does not write function_call of the assistant's message"),
     ([said(content="2", reasoning_content="hm")], "does not write reasoning_content of the assistant's message"),
 ])
 def test_a_demonstration_with_calls_is_written_by_the_template_or_refused(base, completion, expected):

@@ -29,6 +29,7 @@ def write_lines(path, rows):
 
 def test_other_column_names_and_whole_conversations(tmp_path):
     chat = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
+    assert load_examples([{"prompt": str(chat)}]) == load_examples([{"prompt": chat[:1], "completion": chat[1]}])
     path = tmp_path / "data.jsonl"
     row = {"question": "q", "solution": 5, "response": "r"}
     path.write_text(json.dumps(row) + "\n")

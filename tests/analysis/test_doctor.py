@@ -91,7 +91,7 @@ def test_ties_are_usual_with_a_value_head_and_a_run_with_a_teacher_alone_is_not_
 
 
 @pytest.mark.parametrize("rewards,weights,advice", [
-    (1.0, [], "harder"), (0.91, [], "harder"), (0.0, [], "easier"), (0.3, [], "easier"), (-1.0, [], "easier"), (2.7, [3.0], "harder"), (1.0, [3.0], "easier"), (3.0, [], "harder"), (0.0, [-1.0], "harder"),
+    (1.0, [], "harder"), (0.91, [], "harder"), (0.0, [], "easier"), (0.3, [], "easier"), (-1.0, [], "easier"), (2.7, [3.0], "harder"), (1.0, [3.0], "easier"), (3.0, [], "harder"), (0.0, [-1.0], "harder"), ((-0.4, -0.05), [], "harder"),
     (-0.9, [-1.0], "easier"), (0.9, [1.0, -1.0], "harder"), (0.3, [1.0, -1.0], "harder"), (None, [], "easier"), ((10.0, 2.0), [], "easier"), ((-10.0, -2.0), [], "harder"),
 ])
 def test_equal_rewards_near_the_top_of_their_range_ask_for_harder_problems(rewards, weights, advice):

@@ -29,13 +29,14 @@ NEW, OWN = {"dataset": "mine.jsonl"}, {"dataset": "mine.jsonl", "eval_dataset": 
 
 
 @pytest.mark.parametrize("begun,found,flags,refused", [
-    (NEW, {}, {"dataset": "/other/path/mine.jsonl"}, ""), (NEW, {"dataset": "b"}, {}, "dataset=mine.jsonl: b now; this run began with a;"),
+    (NEW, {}, {"dataset": "/other/path/mine.jsonl"}, ""), (NEW, {"dataset": "b"}, {}, "dataset=mine.jsonl: its examples have changed since this run began (a, now b);"),
+    (NEW, {"dataset": "b"}, {"instruction": "Add."}, "dataset=mine.jsonl: its examples have changed"),
     (NEW, {"dataset": "b"}, {"dataset": "more.jsonl"}, "dataset=more.jsonl: this run began with 'mine.jsonl'"),
-    (OWN, {"dataset": "b"}, {"dataset": "more.jsonl"}, ""), (OWN, {"dataset": "b"}, {"learning_rate": 0.1}, "dataset=mine.jsonl: b now;"),
-    (OWN, {"eval_dataset": "d"}, {}, "eval_dataset=held_out.jsonl: d now; this run began with c;"), (OWN, {"eval_dataset": "d"}, {"eval_limit": 3}, ""),
+    (OWN, {"dataset": "b"}, {"dataset": "more.jsonl"}, ""), (OWN, {"dataset": "b"}, {"learning_rate": 0.1}, "dataset=mine.jsonl: its examples have changed since this run began (a, now b);"),
+    (OWN, {"eval_dataset": "d"}, {}, "eval_dataset=held_out.jsonl: its examples have changed since this run began (c, now d);"), (OWN, {"eval_dataset": "d"}, {"eval_limit": 3}, ""),
     (NEW, {"dataset": "b"}, {"seed": 1}, "seed=1: this run began with 0;"), (NEW, {"dataset": "b"}, {"eval_limit": 5}, "eval_limit=5: this"),
     ({"dataset": "python:list"}, {"dataset": "b"}, {"seed": 1}, "seed=1: this run"), ({}, {}, {"eval_limit": 5}, ""),
-    ({}, {"dataset": "b"}, {}, "dataset=arithmetic: b now;"), ({}, {"dataset": "b"}, {"seed": 1}, ""),
+    ({}, {"dataset": "b"}, {}, "dataset=arithmetic: its examples have changed since this run began (a, now b);"), ({}, {"dataset": "b"}, {"seed": 1}, ""),
 ])
 def test_other_data_of_a_resumed_run_are_refused_unless_its_flags_say_so(tmp_path, monkeypatch, begun, found, flags, refused):
     begun, fingerprints = Config.of(**begun), {"dataset": "a", "eval_dataset": "c"}
@@ -56,7 +57,7 @@ def test_a_resumed_run_has_the_rows_of_its_file_and_no_more(tmp_path):
     again = replace(config, training=replace(config.training, resume=True))
     train.train(again)
     (tmp_path / "mine.jsonl").write_text("\n".join(rows))
-    with pytest.raises(ValueError, match=r"^--dataset=\S+: 17 examples, \w+ now; this run began with 16 examples, \w+; restore it"):
+    with pytest.raises(ValueError, match=r"^--dataset=\S+: its examples have changed since this run began .16 examples, \w+, now 17 examples, \w+.; restore them"):
         train.train(again)
 
 

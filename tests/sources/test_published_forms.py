@@ -178,7 +178,7 @@ def test_the_answer_of_a_solution_is_found(solution, answer):
 @pytest.mark.parametrize("line,answer", [
     ("B", "B"), ("3/4", "3/4"), ("yes.", "yes"), ("7:45", "7:45"), ("New York", "New York"), ("72 apples.", "72"), ("1,234 km/h", "1234"), ("$72", "$72"), ("72 €", "72"), ("72.", "72"), ("0 m", "0"),
     ("**72**", "72"), ("$\\frac12$", "\\frac12"), ("\\boxed{72}", "72"), ("The answer is: 72", "72"), ("-5", "-5"), ("72%", "72%"), ("1e5", "1e5"),
-    ("72 million", "72 million"), ("5 pm", "5 pm"), ("3 and a half", "3 and a half"), ("2 or 3", "2 or 3"), ("1,2,3", "1,2,3"), ("5 x + y", "5 x + y"), ("12 #### 13", "13"),
+    ("72 million", "72 million"), ("5 pm", "5 pm"), ("3 and a half", "3 and a half"), ("2 or 3", "2 or 3"), ("2 pi", "2 pi"), ("5 lakh", "5 lakh"), ("1,2,3", "1,2,3"), ("5 x + y", "5 x + y"), ("12 #### 13", "13"),
 ])
 def test_what_follows_the_last_hashes_of_the_last_line_is_the_answer(line, answer):
     for before in "Count.\n", "Count. ":

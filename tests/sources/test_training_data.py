@@ -80,14 +80,15 @@ def test_long_prompts_are_dropped_and_counted(tokenizer):
     ([{"prompt": "p", "answer": "1", "score": 0.5, "is_correct": True}, {"prompt": "p", "score": 1, "label": 0}], "score (2), is_correct (1), label (1)"),
     ([{"question": "q", "context": "c", "passage": "d"}], "context (1), passage (1)"), ([{"question": "q", "choices": [1, 2]}], "choices (1)"),
     ([{"question": "q", "options": ["1", "2"], "target": 1, "nums": [1]}], ""), ([{"prompt": "p", "messages": [USER]}], "messages (1)"),
-    ([{"prompt": [USER | {"name": "Bob", "id": None}], "tools": [{"name": "f"}]}], "tools (1), name of user messages (1)"),
+    ([{"prompt": [USER | {"name": "Bob", "id": None}], "tools": [{"name": "f"}]}], "tools (1), key name of user messages (1)"),
+    ([{"prompt": [{"role": "system", "content": "a"}, USER], "system": "b"}], "system (1)"), ([{"instruction": "i", "input": {"a": 1}}], "input (1)"),
     ([{"prompt": "p", "tools": "hammer"}, {"prompt": "p"}], "tools (1)"),
     ([{"prompt": "p", "reward_model": {"ground_truth": "1"}, "ability": "m"}], "reward_model (1), ability (1)"),
 ])
 def test_columns_that_nothing_reads_and_keys_that_are_not_written_are_named(rows, said):
     notes = []
     note_unused(load_examples(rows), {"completions", "level"}, published("ChatML"), notes.append)
-    assert notes == [f"  note   read neither for prompts and completions nor by reward functions: {said}"] * bool(said)
+    assert notes == [f"  note   no prompt, completion or reward function uses these columns and keys: {said}"] * bool(said)
 
 
 @pytest.mark.parametrize("label,values,kept", [
@@ -115,7 +116,7 @@ def test_a_run_says_what_it_does_not_use(tmp_path, capsys):
     path = write_lines(tmp_path / "data.jsonl", rows)
     run = start_run(tmp_path / "run", "--use_grpo", "--dataset", path, "--eval_limit", "0", "--reward_functions", f"{tmp_path}/r.py:f")
     assert len(run.train_set) == 5 and [line for line in capsys.readouterr().out.splitlines() if "note" in line] == [
-        "  note   4 of 9 completions have a false label: left out", "  note   read neither for prompts and completions nor by reward functions: scorer (5)"]
+        "  note   4 of 9 completions have a false label: left out", "  note   no prompt, completion or reward function uses these columns and keys: scorer (5)"]
 
 
 def test_prompts_with_special_tokens_are_counted(tokenizer):
