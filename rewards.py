@@ -32,7 +32,7 @@ TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
 # (?>...) is atomic: without it a text with many tags and no </answer> takes time cubic in its length.
 FORMAT = re.compile(r"(?>(.*?)<reasoning>)(?>(.*?)</reasoning>\s*<answer>)(.*?)</answer>(.*)", re.DOTALL)
 COLUMNS_NOT_PASSED = {"prompt", "completion", "turn_points"}  # functions get `prompts`
-MOST_POINTS = 1e15              # its square is still finite in float32
+MAX_REWARD = 1e15              # its square is still finite in float32
 
 
 def correctness(completions, answer, **columns) -> list[float | None]:
@@ -113,7 +113,7 @@ def compute_rewards_for_completions(
     started = {name: function(**arguments) for name, function in zip(names, reward_functions, strict=True)}
     per_function, failed = {}, torch.zeros(count, dtype=torch.bool)
     for (name, result), weight in zip(started.items(), weights, strict=True):
-        points = read_points(result() if callable(result) else result, count, f"reward function {name}")
+        points = read_rewards(result() if callable(result) else result, count, f"reward function {name}")
         if weight:                                        # else it is watched alone
             failed |= torch.tensor([p is not None and math.isnan(p) for p in points])
         points = torch.tensor([math.nan if p is None else p for p in points], dtype=torch.float64)
@@ -226,7 +226,7 @@ def match_prompt_format(completion: str | list[dict], prompt) -> str | list[dict
     return completion
 
 
-def read_points(returned, count: int, subject: str) -> list[float | None]:
+def read_rewards(returned, count: int, subject: str) -> list[float | None]:
     """Return points in a list, tuple, array or tensor as a list. Raise ValueError, which begins with the
     subject, if they are not a number or None for each of `count` completions.
     """
@@ -239,8 +239,8 @@ def read_points(returned, count: int, subject: str) -> list[float | None]:
         raise ValueError(f"{subject} returned {returned!r:.60}; {expected}") from None
     if len(points) != count:
         raise ValueError(f"{subject} returned {len(points)} values for {count} completions; {expected}")
-    if any(point and abs(point) > MOST_POINTS for point in points):
-        raise ValueError(f"{subject} returned infinite or over {MOST_POINTS:g} points; return None if unable")
+    if any(point and abs(point) > MAX_REWARD for point in points):
+        raise ValueError(f"{subject} returned infinite or over {MAX_REWARD:g} points; return None if unable")
     return points
 
 

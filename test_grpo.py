@@ -614,7 +614,7 @@ def test_every_function_but_four_works_copied_alone_into_another_project():
     } | {loss.per_token: lambda f: f(**of_tokens) for loss in LOSSES.values() if loss.per_token is not grpo.gspo}
     functions = {f for f in vars(grpo).values() if inspect.isfunction(f) and f.__module__ == "grpo"}
     assert functions - set(calls) == {policy_loss, token_loss, value_loss, grpo.gspo}
-    imports = re.search(r"below `(.*?)` and `(.*?)`; these", " ".join(grpo.__doc__.split())).groups()
+    imports = re.search(r"below `(.*?)` and `(.*?)`; only", " ".join(grpo.__doc__.split())).groups()
     for function, call in calls.items():
         project = {}
         exec("\n".join(imports), project)

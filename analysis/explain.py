@@ -25,7 +25,7 @@ import train
 from data import as_text
 from experience import Batch, Experience, Groups, compute_experience
 from grpo import compute_group_advantages, kl_penalty, token_loss
-from runs.console import RunConsole, points_text
+from runs.console import RunConsole, reward_text
 from runs.errors import exit_on_errors
 from runs.folder import or_none
 from runs.run import Run
@@ -153,7 +153,7 @@ def show_completions(run: Run, groups: Groups, experience: Experience) -> None:
     advantages = mean_advantages(experience).tolist()
     title = "2. Points by reward function, their weighted sum r, and the advantage A"
     show(console, title, ["", *columns, "A"], [
-        [str(g), *(points_text(or_none(values[0, g])) for values in columns.values()), f"{advantage:+.4f}"]
+        [str(g), *(reward_text(or_none(values[0, g])) for values in columns.values()), f"{advantage:+.4f}"]
         for g, advantage in enumerate(advantages)
     ])
     how = "value head" if config.use_value_head else f"baseline {config.baseline}, scale {config.scale}"

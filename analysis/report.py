@@ -24,7 +24,7 @@ from analysis.doctor import diagnose
 from config import DEFAULTS, ModelConfig
 from data import as_text
 from engine.models import load_any_tokenizer
-from runs.console import points_text, shows_accuracy, with_interval, with_limits
+from runs.console import reward_text, shows_accuracy, with_interval, with_limits
 from runs.folder import or_none, read_jsonl, read_records, replace_text
 from sources.settings import read_settings
 
@@ -140,7 +140,7 @@ def read_groups(folder: Path, config: dict) -> list[dict]:
 def numbers_of(record: dict) -> str:
     """Return the reward of a completion, its advantage, its rewards by function, and its length."""
     rewards = {"reward": record["reward"], "advantage": record["advantage"]} | record["rewards"]
-    parts = [f"{name} {points_text(value)}" for name, value in rewards.items()]
+    parts = [f"{name} {reward_text(value)}" for name, value in rewards.items()]
     truncated = "" if record["finished"] else ", truncated at the length limit"
     return ", ".join([*parts, f"{record['tokens']} tokens"]) + truncated
 

@@ -48,7 +48,7 @@ class DevicePolicy(Policy):
         """Return the largest mean of |ratio - 1| on policy: more where the sampler rounds differently."""
         return (0.01 if is_exact(self.model) else 0.1) * (1 if self.same_arithmetic else 3)
 
-    # ---- the four verbs ------------------------------------------------------------------------------------
+    # ---- the four operations -------------------------------------------------------------------------------
 
     def sample(self, prompts: list, config, seeds, *, num_completions=None, reply=None) -> Rollout:
         """As Policy.sample, for prompts of this process. reply.restart() is called before a repeat."""

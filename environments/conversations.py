@@ -30,7 +30,7 @@ from logprobs import completion_lengths
 from environments.instances import Instance, close_all, responders, start_group
 from environments.messages import encode_reply
 from reward_functions.calling import call_with_timeout
-from rewards import MOST_POINTS
+from rewards import MAX_REWARD
 from sample import Rollout, decode_completion, stop_token_ids
 
 MAX_MESSAGE_CHARACTERS = 4000   # of an environment's message; the rest is cut, and a note is added
@@ -111,7 +111,7 @@ class Conversations:
         for row, conversation in enumerate(self.each):
             turns = conversation.turn_points
             points[row, list(turns)] = torch.tensor(list(turns.values()))
-            points[row, lengths[row] - 1] += conversation.final_points()
+            points[row, lengths[row] - 1] += conversation.final_reward()
         return replace(
             rollout, turn_points=points, environments=[each.environment for each in self.each],
             finished=rollout.finished & ~torch.tensor([conversation.too_long for conversation in self.each]),
@@ -162,7 +162,7 @@ class Conversation:
         self.num_turns += 1
         return self.attempt(partial(self.respond, [dict(message) for message in self.messages]))
 
-    def final_points(self) -> float:
+    def final_reward(self) -> float:
         """Return the points that an instance gives at the end."""
         if self.environment is None:
             return 0.0
@@ -196,8 +196,8 @@ class Conversation:
 def parse_step(returned) -> tuple[dict | None, float]:
     """Convert what an environment returned to a chat message or None, and points."""
     message, points = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, 0.0)
-    if not abs(points) <= MOST_POINTS:
-        raise ValueError(f"it gave {points} points, not a number of at most {MOST_POINTS:g}")
+    if not abs(points) <= MAX_REWARD:
+        raise ValueError(f"it gave {points} points, not a number of at most {MAX_REWARD:g}")
     if message is None:
         return None, float(points)
     if isinstance(message, str):

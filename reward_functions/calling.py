@@ -22,7 +22,7 @@ from types import SimpleNamespace
 import torch
 
 from engine.errors import RunError, exits_as_errors, in_one_line
-from rewards import COLUMNS_NOT_PASSED, name_of, read_points, select_tokens, text_of
+from rewards import COLUMNS_NOT_PASSED, name_of, read_rewards, select_tokens, text_of
 
 # Arguments that are no columns, and columns that are not passed to functions.
 PROVIDED = ("prompts", "completions", "completion_ids", "prompt_ids", "sampling_logp", "trainer_state",
@@ -239,7 +239,7 @@ def parse_points(returned, name: str, reports: Reports) -> list[float | None]:
         outputs = {key: [row.get(key) for row in rows] for key in chain(*rows)}
         returned = outputs.get("score")
     try:
-        points = read_points(returned, len(reports.extra), "it")
+        points = read_rewards(returned, len(reports.extra), "it")
     except ValueError as error:
         raise NoResult(error) from None
     for key, values in outputs.items():

@@ -90,9 +90,9 @@ class RunConsole:
         Curves do not show a policy that exploits a reward function.
         """
         group = completions[: self.config.grpo.num_completions_per_prompt]
-        points, prompt = points_text(group[0]["reward"]), as_text(group[0]["prompt"])
+        points, prompt = reward_text(group[0]["reward"]), as_text(group[0]["prompt"])
         self.print(f"  {prompt!r} -> {group[0]['completion']!r}: {points} points")
-        self.print("    rewards    " + " ".join(points_text(c["reward"]) for c in group))
+        self.print("    rewards    " + " ".join(reward_text(c["reward"]) for c in group))
         self.print("    advantages " + " ".join(f"{c['advantage']:+.2f}" for c in group))
 
     def print_summary(self, folder: Path, lines: list[dict], findings: list[str]) -> None:
@@ -116,7 +116,7 @@ class RunConsole:
             self.print(f"{name + ':':<13}{folder}/{file}")
 
 
-def points_text(reward: float | None) -> str:
+def reward_text(reward: float | None) -> str:
     """Return a reward as "+1.30", or "?" if no function could score."""
     return "?" if reward is None else f"{reward:+.2f}"
 
