@@ -246,7 +246,7 @@ def token_weights(
 
 
 def weighted_loss(x: Tensor, weights: Tensor) -> Tensor:
-    """Return sum(x * weights), (B, T) each. Where a weight is 0, x may be -inf or NaN, but not its gradient."""
+    """Sum x * weights, (B, T) each. Where a weight is 0, x may be -inf or NaN, but its gradient may not."""
     assert x.shape == weights.shape, f"{x.shape=} {weights.shape=}"
     return (torch.where(weights != 0, x, 0.0) * weights).sum()
 

@@ -9,8 +9,8 @@ they assign the same probability to a token, up to rounding.
           ^     ^ ^ ^               the last token of the prompt predicts the first c, each c the next one
 
 lay_out builds these rows, and head_log_probs has the formulas. Each completion is forwarded with its prompt;
-engine/shared.py forwards a prompt once for all its completions. Shapes: B = P*G rows of T completion tokens, b
-rows of L tokens in a pass, N tokens of the policy in them, n in a chunk, H hidden size, V vocabulary.
+engine/shared.py forwards a prompt once for all its completions. Shapes: B = P*G rows of T completion tokens,
+b rows of L tokens in a pass, N tokens of the policy in them, n in a chunk, H hidden size, V vocabulary.
 """
 
 import math

@@ -135,7 +135,7 @@ def test_a_message_that_the_template_leaves_out_stops_a_run_at_its_start(tmp_pat
     good = write_lines(tmp_path / "good.jsonl", [{"prompt": "1?", "completion": "1"}])
     rows[0]["prompt"].insert(0, {"role": "developer", "content": "Add."})
     paths = [write_lines(tmp_path / "whole.jsonl", rows), good]
-    with pytest.raises(ValueError, match=r"^the prompt leaves out the developer's message 'Add[.]'"):
+    with pytest.raises(ValueError, match=r"^the prompt lacks the developer's message 'Add[.]'"):
         start_run(tmp_path / "run", "--dataset", paths[held_out], "--eval_dataset", paths[not held_out], "--eval_limit", "8", "--model_path", str(tmp_path / "model"))
 
 
