@@ -46,7 +46,7 @@ class ModelConfig:
     trust_remote_code: bool = flag(False, "run Python code that comes with the model")
     device: Literal["auto", "cpu"] = flag("auto", "auto: a GPU that torch supports, else the CPU")
     chat_template: Literal["auto", "none"] = flag(
-        "auto", "auto: use the tokenizer's chat template, if it has one; none: do not format text prompts, as "
+        "auto", "auto: use the tokenizer's chat template, if it has one; none: do not format text prompts, "
         "for base models or if they are already formatted")
     chat_template_kwargs: str = flag(
         "", 'variables of the chat template, as JSON: {"enable_thinking": false}; empty: those that an '
@@ -417,7 +417,7 @@ def validate_functions(config: GRPOConfig) -> None:
     functions, weights = config.reward_functions, config.reward_weights
     reject(
         config,
-        ("reward_functions", not functions, "name at least one, or none to train only on the KL to a reference"),
+        ("reward_functions", not functions, "name at least one; none: train only on the KL to a reference"),
         ("reward_weights", len(weights) not in (0, len(functions)),
          f"{len(weights)} weights for {len(functions)} reward functions; give one for each"),
         ("max_turns", config.max_turns > 1 and not config.environment,

@@ -44,10 +44,10 @@ from sources.training_data import (
 
 
 def name_objects(config: Config, given: dict) -> Config:
-    """Return the configuration with the names of the arguments of set_up in place of its own.
+    """Return the configuration with the names of the objects that were passed to set_up.
 
     given   reward_functions, environment, dataset, eval_dataset, reference_path: names, objects or None
-    raises  ValueError if one is no function, or if an object of the run that is resumed is missing
+    raises  ValueError if one is not a function, or if a resumed run lacks an object that it began with
     """
     for f in [*(given["reward_functions"] or []), given["environment"] or ""]:
         if not (isinstance(f, str) or callable(f)):
@@ -64,12 +64,12 @@ def name_objects(config: Config, given: dict) -> Config:
 
 
 def config_on_device(config: Config, device: torch.device) -> Config:
-    """Return the configuration with the precision of this device. Raises ValueError for what is not here."""
+    """Return the configuration with this device's precision. Raises ValueError for what it cannot do."""
     if config.grpo.engine == "vllm":
-        from engine.vllm_engine import refuse_engine  # here: with it alone
+        from engine.vllm_engine import refuse_engine  # imported for vLLM only
 
         refuse_engine(device)
-    precision = resolve_precision(config.model.precision, device)                # in config.json
+    precision = resolve_precision(config.model.precision, device)                # as in config.json
     if device.type == "xla" and precision == "float16":
         raise ValueError("--precision=float16: on XLA the loss would not be scaled; use bfloat16")
     return replace(config, model=replace(config.model, precision=precision))
@@ -90,7 +90,7 @@ def validate_grpo_setup(
     names = config.grpo.reward_functions if reward_functions is None else reward_functions
     require_columns(load_reward_functions(names), dataset, config.data.dataset)
     if environment := environment or config.grpo.environment:
-        from environments.instances import load_environment, refuse_missing_columns  # here: with one alone
+        from environments.instances import load_environment, refuse_missing_columns  # only if there is one
 
         refuse_missing_columns(config.grpo.environment, load_environment(environment), dataset)
 
@@ -99,7 +99,7 @@ def start_up_check(
     model, tokenizer, examples: list[dict], config: Config, make_policy: Callable | None, reference,
     longest_prompt: int, notify: Callable,
 ) -> Policy:
-    """Return the policy of a run. Raises ValueError if it would sample or forward wrongly."""
+    """Return the policy of a run. Raises ValueError if its sampling or forward pass would be wrong."""
     max_tokens, grpo = config.training.max_tokens_per_forward, config.grpo
     prompts = [example["prompt"] for example in examples[:2]]
     plain = DevicePolicy(model, tokenizer, max_tokens=max_tokens)
@@ -118,16 +118,16 @@ def start_up_check(
     configured = stop_token_ids(model, tokenizer, with_template=False)
     for token in {*stop_token_ids(model, tokenizer)} - {*configured}:
         name = tokenizer.convert_ids_to_tokens(token)
-        notify(f"  note   {name}, with which the chat template ends a turn, ends completions too")
+        notify(f"  note   {name}, which ends a turn in the chat template, also ends completions")
     if make_policy:
         policy = make_policy(model, tokenizer, max_tokens=max_tokens)
         if not isinstance(policy, Policy):
-            raise ValueError(f"engine: {type(policy).__name__} is no Policy; see CONTRIBUTING.md, A sampler")
+            raise ValueError(f"engine: {type(policy).__name__} is not a Policy; see CONTRIBUTING.md, A sampler")
         needs_more = num_processes() > 1 or config.model.precision == "float16"
         if needs_more and not isinstance(policy, DevicePolicy):
             raise ValueError(
-                f"engine: {type(policy).__name__} works in one process, not in float16; derive it from "
-                "DevicePolicy of engine/device_policy.py")
+                f"engine: {type(policy).__name__} supports only one process and not float16; derive it "
+                "from DevicePolicy of engine/device_policy.py")
     elif grpo.engine == "vllm":
         from engine.vllm_engine import VLLM
 
@@ -144,7 +144,7 @@ def set_up(
     eval_dataset: str | Sequence | None = None, engine: Callable | None = None,
     optimizer: Callable | None = None, reference: torch.nn.Module | None = None,
 ) -> Run:
-    """Prepare a run up to its first step. Raises ValueError if the user has to change something.
+    """Prepare a run up to its first step. Raises ValueError if a setting has to be changed.
 
     reward_functions, environment  names, functions, a class of environments, or None: those of config
     dataset, eval_dataset          a source or examples for load_examples, or None: that of config
@@ -174,7 +174,7 @@ def set_up(
     environment = environment or config.grpo.environment or None
     tools = None
     if environment:
-        from environments.instances import load_environment, tools_of  # here: with an environment alone
+        from environments.instances import load_environment, tools_of  # only with an environment
 
         environment = load_environment(environment)
         tools = tools_of(environment)
@@ -189,11 +189,11 @@ def set_up(
     tokenizer = load_any_tokenizer(model_config)
     has_teacher = training.use_grpo and config.grpo.reference_path
     if has_teacher and reference is None:
-        from engine.reference import compare_tokenizers   # here, as below: with a teacher, or resumed
+        from engine.reference import compare_tokenizers   # here and below: only if needed
 
         compare_tokenizers(tokenizer, config)
     if training.use_grpo and names == ["none"] and not has_teacher:
-        raise ValueError("--reward_functions=none: teaches nothing without a teacher; add --reference_path")
+        raise ValueError("--reward_functions=none: needs a teacher; add --reference_path")
     if "strftime_now" in str(tokenizer.chat_template):    # the same prompts when the run is resumed
         config = replace(config, model=replace(config.model, chat_template_date=str(tokenizer.today.date())))
     tokenizer.tools = tools                               # for the chat template
@@ -212,13 +212,13 @@ def set_up(
     training = config.training
     refuse_other_settings(config, fingerprints)
 
-    torch.manual_seed(training.seed)                      # of weights that are in no file
+    torch.manual_seed(training.seed)                      # for weights that are in no file
     if config.model.lora_rank and not model_config.model_path and not training.check:
         model_config = write_base(model_config, folder)
     model = load_trained_model(model_config, training, device, mesh)
     longest = max(longest_prompt, longest_held_out)
     check_context_length(model, longest, config.grpo.generation_max_length)
-    if inspect.isclass(environment):                      # its reset may add text to a prompt
+    if inspect.isclass(environment):                      # its reset may lengthen a prompt
         longest = max(longest, config.data.max_prompt_length)
     phases = plan_phases(config, len(train_set))
     console.describe(model, device, len(train_set), len(eval_set), phases)

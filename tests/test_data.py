@@ -105,7 +105,7 @@ def test_bos_comes_once_with_and_without_a_chat_template(tokenizer, chat_tokeniz
 
 def test_a_template_that_refuses_a_prompt_says_so_in_one_line(chat_tokenizer):
     chat_tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"
-    with pytest.raises(ValueError, match=r"refuses the prompt.*System role not supported"):
+    with pytest.raises(ValueError, match=r"rejects the prompt.*System role not supported"):
         encode_prompt(chat_tokenizer, [{"role": "system", "content": "s"}])
 
 
