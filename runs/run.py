@@ -127,7 +127,7 @@ class Run:
 
     @contextmanager
     def started(self) -> Iterator[Callable[[], bool]]:
-        """Open the run folder. Yield a function that returns True after a stop signal. Call both on all ranks."""
+        """Open the run folder. Yield a function: has a signal asked to stop? Call both on all ranks."""
         self.folder.open(self.progress.step, self.saved_state.get("file_sizes", {}))
         with stop_on_signal(self.folder.ranks) as stop_requested, closing(self.folder):
             try:
@@ -203,7 +203,7 @@ class Run:
                 evaluate_and_log(self)
 
     def log_step(self, metrics: dict, experience: Experience, on_step: Callable | None = None) -> None:
-        """Write and print a step's metrics, and call on_step. Raises RunError after MOST_SKIPPED skipped steps."""
+        """Write and print metrics of a step; call on_step. Raises RunError after MOST_SKIPPED skipped steps."""
         with self.saved_on_error():                       # the step is complete, not repeated
             write_step(self, metrics, experience)
             if on_step:
@@ -262,7 +262,7 @@ class Run:
         """Restore progress from a checkpoint; begin_phase restores the rest."""
         state = read_state(checkpoint, mmap=num_processes() > 1)                 # each copies its shards
         if "own_optimizer" not in state or "accuracy" not in state["progress"]:
-            raise ValueError(f"{checkpoint}: written by an earlier version; start a new run with it as --model_path")
+            raise ValueError(f"{checkpoint}: of an earlier version; start a new run with it as --model_path")
         if state["own_optimizer"] != (self.make_optimizer is not None):
             again = "pass it to train() again" if state["own_optimizer"] else "the run began without one"
             raise ValueError(f"optimizer: {again}")
