@@ -1,5 +1,5 @@
 """
-Helpers of the reward functions in this package: lists in the data, \\boxed{...} and fenced blocks. Helpers for
+Helpers of this package's reward functions: lists in the data, \\boxed{...} and fenced blocks. Helpers for
 tagged answers are in rewards.py. A model may print anything, so nothing here raises.
 """
 

@@ -60,7 +60,7 @@ def evaluate_expression(text: str, operators: Mapping[type, Callable], convert: 
                 return operators[type(op)](value(operand))
             case ast.BinOp(left=left, op=op, right=right) if type(op) in operators:
                 return operators[type(op)](value(left), value(right))
-        raise ValueError("only numbers with + - * / // % ** and parentheses")    # shown to users of the calculator
+        raise ValueError("only numbers with + - * / // % ** and parentheses")    # for calculator users
 
     if len(text) > MAX_CHARACTERS:
         raise ValueError(f"more than {MAX_CHARACTERS} characters")

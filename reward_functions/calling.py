@@ -1,6 +1,6 @@
 """
-Call the reward functions of users: with arguments as in TRL, a time limit, async functions, reports beside the
-rewards, and errors that name the function. The entry point is wrap_reward_functions.
+Call the reward functions of users: with arguments as in TRL, a time limit, async functions, reports beside
+the rewards, and errors that name the function. The entry point is wrap_reward_functions.
 """
 
 import asyncio

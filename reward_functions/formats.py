@@ -13,7 +13,7 @@ NAMED = re.compile(r"(?i:(the )?((correct|right|final) )?(option|choice|answer)(
 
 
 def multiple_choice(completions, answer, choices=None, **columns) -> list[float | None]:
-    """Return 1 if the answer, tagged or boxed as for math_equality, names the right choice, else 0; None where
+    """Return 1 if the answer, tagged or boxed as for math_equality, names the right choice, else 0; None if
     the column `answer` names no choice.
 
     "B", "(b)", "**B**", "B) four", "B - four" and "Option B" name choice B; so does its text if the column
@@ -40,8 +40,8 @@ def choice_of(answer, options: list[str]) -> str | None:
 
 
 def answer_pattern(completions, pattern, **columns) -> list[float | None]:
-    """Return 1 if the whole tagged answer matches the regular expression in the column `pattern`, else 0; None
-    where there is no pattern.
+    """Return 1 if the whole tagged answer matches the regular expression in the column `pattern`, else 0;
+    None where there is no pattern.
 
     answer_pattern(["<answer>2024-02-30</answer>"], pattern=[r"\\d{4}-\\d\\d-\\d\\d"]) == [1.0]
     {"prompt": "On which day did it begin?", "pattern": "[0-9]{4}-[0-9]{2}-[0-9]{2}"}

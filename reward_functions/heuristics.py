@@ -1,6 +1,6 @@
 """
-Heuristics of style. A policy can maximise each of them with useless text, so give them a small weight beside a
-function that checks the answer, and read completions.
+Heuristics of style. A policy can maximise each of them with useless text, so give them a small weight beside
+a function that checks the answer, and read completions.
 """
 
 import itertools
