@@ -11,8 +11,8 @@ The function returns the next user message as text, or any chat message such as 
 receives the columns of the example that its parameters name. It is called after every turn that the policy
 has ended itself, including the last turn, which can then get a reward.
 
-Sampled tokens are never decoded and encoded again: an environment's message is encoded separately and appended
-(environments/messages.py), and the key-value cache is extended. Calls run one after the other.
+Sampled tokens are never decoded and encoded again: an environment's message is encoded separately, then
+appended (environments/messages.py), and the key-value cache is extended. Calls run one after the other.
 """
 
 import inspect

@@ -46,7 +46,7 @@ class Instance:
         return text
 
     def __call__(self, conversation: list[dict]) -> tuple[dict | None, float]:
-        """Execute the tool calls of the last message. Return a message with the results, and the new reward."""
+        """Execute the tool calls of the last message. Return a message with results, and the new reward."""
         if self.error:
             raise self.error
         methods = public_methods(type(self.environment), self.environment)

@@ -28,7 +28,7 @@ def encode_turns(
 
 
 def text_of_turn(tokenizer, before: list[dict], message: dict) -> str:
-    """Return the text of an assistant's turn: its content or, if it has tool calls, as the template renders it.
+    """Return the text of an assistant's turn: its content or, with tool calls, as the template renders it.
 
     Raises ValueError if the template does not render all of the turn after the earlier messages.
     """

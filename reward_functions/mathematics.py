@@ -1,6 +1,6 @@
 """
-The reward function for mathematical equality. It uses the package math-verify, in the sandbox, since an answer
-may make it hang.
+The reward function for mathematical equality. It runs the package math-verify in the sandbox, because an
+answer may make it hang.
 """
 
 import re
@@ -48,8 +48,8 @@ def math_equality(completions, answer, **columns) -> list[float | None]:
     package math-verify, else 0; None where the data has no answer. Answers whose comparison takes longer than
     a few seconds count as unequal.
 
-    The answer is the tagged one or, in a text without tags, the only \\\\boxed{...}. The column `answer` may be
-    a list of right answers; of a text there, the last \\\\boxed{...} counts.
+    The answer is the tagged one or, in a text without tags, the only \\\\boxed{...}. The column `answer` may
+    be a list of right answers; of a text there, the last \\\\boxed{...} counts.
 
     math_equality(["<answer>1/2</answer>", "so \\\\boxed{0.5}"], answer=["\\\\frac{1}{2}"] * 2) == [1.0, 1.0]
     {"prompt": "What is 3/4 - 1/4?", "answer": "1/2"}

@@ -51,7 +51,7 @@ def write_checkpoint(folder: Path, step: int, model, tokenizer, reference, state
 
 
 def write_policy(model, tokenizer, folder: Path) -> None:
-    """Write the policy to best/ or final/ (which marks a complete run), by write_folder. Call on all ranks."""
+    """Write the policy to best/ or final/ by write_folder; final/ completes a run. Call on all ranks."""
     weights = full_state_dict(model)
     write_folder(folder, lambda partial: save_any_policy(model, tokenizer, partial, weights))
 

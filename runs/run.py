@@ -203,7 +203,7 @@ class Run:
                 evaluate_and_log(self)
 
     def log_step(self, metrics: dict, experience: Experience, on_step: Callable | None = None) -> None:
-        """Write and print metrics; call on_step. Raises RunError after MOST_SKIPPED skipped steps in a row."""
+        """Write and print metrics, call on_step. Raises RunError after MOST_SKIPPED skips in a row."""
         with self.saved_on_error():                       # the step is complete, not repeated
             write_step(self, metrics, experience)
             if on_step:

@@ -139,7 +139,7 @@ def test_check_scores_as_many_examples_as_it_says_and_none_of_conversations(caps
     assert printed.count("called with") == 1 and f"called with {6 * EXAMPLES}\n" in printed and printed.endswith("the start-up check is ok\n")
     (tmp_path / "data.jsonl").write_text('{"prompt": "2*2? A. 3 B. 4", "answer": "4"}\n' * 20)
     assert "- 20 of 20 answers are numbers while" in check(capsys, tmp_path, "--dataset", f"{tmp_path}/data.jsonl", "--eval_limit", "0", "--cold_start_steps", "0")
-    assert "| points |" not in check(capsys, tmp_path, *"--environment calculator --max_turns 2 --reward_functions environment".split())
+    assert "| reward |" not in check(capsys, tmp_path, *"--environment calculator --max_turns 2 --reward_functions environment".split())
     with pytest.raises(SystemExit) as stop:
         check(capsys, tmp_path, "--reward_functions", f"{tmp_path}/own.py:fussy")
     assert stop.value.code == 1 and "reward function fussy raised KeyError: 'level'" in capsys.readouterr().err

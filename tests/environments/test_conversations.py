@@ -198,7 +198,7 @@ def test_an_enormous_message_is_cut_and_says_so(tokenizer, settings):
 @pytest.mark.parametrize("answer,message", [
     (lambda: 1 / 0, "ZeroDivisionError: division by zero"), (lambda: "", "not text, a message with text"),
     (lambda: " \n", "not text, a message with text"), (lambda: 7, "returned 7, not text"), (lambda: {"content": "x"}, "not text, a message"),
-    (lambda: {"role": "assistant", "content": "x"}, "not the assistant's"), (lambda: ("x", math.nan), "gave nan points"),
+    (lambda: {"role": "assistant", "content": "x"}, "not the assistant's"), (lambda: ("x", math.nan), "gave a reward of nan"),
     (lambda: ("x", "y"), "TypeError"), (lambda: ("x", 1, 2), "TypeError"),
 ])
 def test_an_environment_that_misbehaves_is_named_or_its_conversation_unscored(model, tokenizer, settings, answer, message):

@@ -207,7 +207,7 @@ BAD = {                         # and what is said about the lost conversation
     "raises in reset": (bad("reset", lambda: throw(KeyError("x"))), "raised KeyError: 'x'"),
     "returns a number from reset": (bad("reset", lambda: 7), "reset returned 7, neither text nor None"),
     "hangs in a tool": (bad("say", never), "no result within 0.3 s .*; after turn [12]"),
-    "gives no number": (bad("x", None, reward=property(lambda self: math.nan if self.bad else 0.0)), "gave nan points"),
+    "gives no number": (bad("x", None, reward=property(lambda self: math.nan if self.bad else 0.0)), "gave a reward of nan"),
     "hangs in close": (bad("close", never), ""),
 }
 
