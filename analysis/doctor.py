@@ -36,7 +36,7 @@ def find_problems(tenths: list[dict], right: str, flags: dict) -> list[str]:
     # Improvement: more right completions than at the start or, if that is unknown, higher rewards.
     goal = right or "mean_reward"
     improves = end[goal] - start[goal] > 0.05 * abs(start[goal])
-    lost = max(0.05, 0.5 * abs(best), 0.5 * (best - start["mean_reward"]))       # fall of the reward in a collapse
+    lost = max(0.05, 0.5 * abs(best), 0.5 * (best - start["mean_reward"]))       # of reward
     tied = end["tied_groups"]
     # Functions are assumed to return 0 to 1, unless mean_reward was outside of that range.
     weights = flags["reward_weights"] or [1.0] * len(flags["reward_functions"])
