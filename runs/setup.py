@@ -126,8 +126,8 @@ def start_up_check(
         needs_more = num_processes() > 1 or config.model.precision == "float16"
         if needs_more and not isinstance(policy, DevicePolicy):
             raise ValueError(
-                f"engine: {type(policy).__name__} works in one process, not in float16; derive it from "
-                "DevicePolicy of engine/device_policy.py")
+                f"engine: {type(policy).__name__} works in one process, not in float16; derive it "
+                "from DevicePolicy of engine/device_policy.py")
     elif grpo.engine == "vllm":
         from engine.vllm_engine import VLLM
 
