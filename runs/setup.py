@@ -122,7 +122,7 @@ def start_up_check(
     if make_policy:
         policy = make_policy(model, tokenizer, max_tokens=max_tokens)
         if not isinstance(policy, Policy):
-            raise ValueError(f"engine: {type(policy).__name__} is not a Policy; see CONTRIBUTING.md, A sampler")
+            raise ValueError(f"engine: {type(policy).__name__} is no Policy; see CONTRIBUTING.md, A sampler")
         needs_more = num_processes() > 1 or config.model.precision == "float16"
         if needs_more and not isinstance(policy, DevicePolicy):
             raise ValueError(

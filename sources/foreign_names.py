@@ -1,5 +1,5 @@
 """
-Names of settings in other systems. They are not accepted as flags, because their meaning often differs, but an
+Names of settings in other systems. They are not accepted as flags, since their meaning often differs, but an
 error names our flag and the difference.
 """
 
