@@ -34,7 +34,7 @@ def compute_group_advantages(
     rewards: Tensor, *, baseline: str = "group_mean", scale: str = "group", epsilon: float = 1e-8,
     global_mean: float | None = None,
 ) -> Tensor:
-    """Compare each completion with the others of its group.
+    """Compute advantages: compare the reward of each completion with those of its group.
 
         A = (r - mean(group)) / (std(group) + epsilon)    by default
         A = (r - b) / s                                   in general
@@ -115,7 +115,7 @@ def policy_loss(
                 loss type averages
     loss_type   a key of LOSSES;  options  clip_low, clip_high, off_policy_limit and others: see token_loss
     returns     loss, a scalar; and statistics (B, T) without gradient, to be averaged over tokens:
-                clip_fraction    1 where the gradient was removed, or the ratio capped
+                clip_fraction    1 where the gradient was removed or the weight capped
                 ratio_deviation  |ratio - 1|
                 approx_kl        ratio - 1 - log(ratio), nats: its mean estimates KL(old || policy), where
                                  old is the policy of old_logp
@@ -179,7 +179,7 @@ def clipped_loss(
     log_ratio (B, T);  advantages (B, 1) or (B, T). Returns loss and clipped, (B, T) each. unused holds
     arguments that only other losses use.
     """
-    if advantages.shape not in (log_ratio.shape, (len(log_ratio), 1)):           # (1, G) fits if T = G
+    if advantages.shape not in (log_ratio.shape, (len(log_ratio), 1)):  # (1, G) would broadcast if T = G
         raise ValueError(f"advantages {tuple(advantages.shape)} must be (B, 1) or (B, T): .view(-1, 1)")
     # Once the ratio has left the interval in the direction that A rewards, the gradient is 0. On the other
     # side of the interval it is not, unless dual_clip removes it: there A < 0 and the ratio is large.

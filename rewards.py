@@ -6,9 +6,9 @@ The default reward functions, and the score of a completion: the weighted sum of
 Every argument is a list with one entry per completion. columns are the columns of the data set (answer, ...),
 repeated for the completions of a group. A completion is text or, if its prompt is a list of chat messages, a
 list of messages; the functions here read the last one. Return None where a function does not apply. A model
-may print anything, so the functions here return 0 or None and never raise. Do not change the shared lists.
+may print anything, so functions here return 0 or None and never raise. Do not modify the shared arguments.
 
-reward_functions/ has more functions, and calls those of users safely (timeouts, async, TRL's names).
+reward_functions/ has more functions, and code that calls users' functions safely.
 
     python train.py --use_grpo --reward_functions correctness mine.py:short
     python train.py --use_grpo --check --reward_functions correctness mine.py:short --dataset data.jsonl
@@ -32,7 +32,7 @@ TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
 # (?>...) is atomic: without it a text with many tags and no </answer> takes time cubic in its length.
 FORMAT = re.compile(r"(?>(.*?)<reasoning>)(?>(.*?)</reasoning>\s*<answer>)(.*?)</answer>(.*)", re.DOTALL)
 COLUMNS_NOT_PASSED = {"prompt", "completion", "turn_points"}  # passed as `prompts`, or not at all
-MAX_REWARD = 1e15              # its square is still finite in float32
+MAX_REWARD = 1e15               # its square is still finite in float32
 
 
 def correctness(completions, answer, **columns) -> list[float | None]:

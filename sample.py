@@ -36,8 +36,8 @@ from transformers import DynamicCache
 from data import after_turn, encode_demonstration, encode_prompt, prompt_of
 from logprobs import compute_logits, restrict_logits, sampling_params_of
 
-DROP_BELOW = 0.75               # remove finished rows, which copies the cache, if at most this share is left
-CHECK_EVERY = 8                 # tokens between checks for finished rows: on a GPU each check is a sync
+DROP_BELOW = 0.75               # finished rows are removed, by a copy, if at most this share is unfinished
+CHECK_EVERY = 8                 # tokens between checks for finished rows on a GPU: each check is a wait
 
 
 @dataclass
@@ -51,9 +51,9 @@ class Rollout:
     sampling_logp: Tensor       # (B, T) nats, with sampling_params; 0 on other tokens
     finished: Tensor            # (B,) bool, False if the length limit came first
     completions: list           # B texts without stop tokens; lists of messages if there is an environment
-    sampling_params: dict = field(default_factory=dict)         # arguments of restrict_logits, may be {}
-    turn_points: Tensor | None = None   # (B, T) rewards of turns, at their last tokens; NaN: it raised
-    environments: list | None = None    # B instances of its class, one for each conversation
+    sampling_params: dict = field(default_factory=dict)         # arguments of restrict_logits
+    turn_points: Tensor | None = None   # (B, T) rewards at the ends of turns; NaN: the environment raised
+    environments: list | None = None    # B instances, if the environment is a class
 
 
 def sample_completions_for_prompts(
@@ -145,7 +145,7 @@ def forward_prompts(
 
 
 def drop_finished(finished: Tensor, rows: Tensor, cache: DynamicCache) -> Tensor:
-    """Remove finished rows from rows (b,) and from the cache, if at most DROP_BELOW of them are left."""
+    """Remove finished rows from rows (b,) and from the cache, if few are unfinished: see DROP_BELOW."""
     unfinished = (~finished[rows]).nonzero()[:, 0]        # indices into rows
     if len(unfinished) > DROP_BELOW * len(rows):
         return rows

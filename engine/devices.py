@@ -294,7 +294,7 @@ class IdleCores:
     """Compute with one thread per core that other processes leave idle, but with at least one.
 
     If another process uses a thread's core, all other threads wait for it at the end of each operation. On
-    two cores, beside one busy process, a step of the demonstration takes 2.7 s with two threads, 0.7 s with one.
+    two cores beside one busy process, a step of the demonstration takes 2.7 s with two threads, 0.7 s with 1.
     """
 
     def __init__(self):

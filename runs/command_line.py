@@ -143,7 +143,7 @@ def parse_infer(argv: list[str], description: str) -> argparse.Namespace:
     modes("--question", help="print the model's answer to this prompt")
     modes("--evaluate", metavar="DATASET", help="a file, hub id or built-in task with problems or prompts")
     modes("--report", metavar="RUN", nargs="+", type=Path,
-          help="write RUN/report.html: curves, advice, settings, completions; print a comparison of several")
+          help="write RUN/report.html: curves, advice, settings, completions; or compare several runs")
     add("--json", metavar="FILE", type=Path, help="write results of --evaluate and all completions to FILE")
     add("--samples", type=int, default=1, help="completions of each prompt [%(default)s]")
     add("--split", default="test", help="train, test, or another split of a hub data set [%(default)s]")

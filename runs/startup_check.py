@@ -123,8 +123,7 @@ def refuse_wrong_head(plain: DevicePolicy, rollout: Rollout, name: str = "policy
 def difference(model, what: str, left: torch.Tensor, right: torch.Tensor) -> str:
     """Return how much two tensors of log-probabilities differ, "" if only by rounding.
 
-    With experts in 16 bits the mean is compared, because rounding changes a few tokens' experts, and with
-    them their log-probabilities by up to several nats.
+    With experts in 16 bits the mean is compared: rounding changes a few tokens' experts, and so some nats.
     """
     differences = (left.cpu() - right.cpu()).abs().nan_to_num(torch.inf)
     tolerance = TOLERANCE if is_exact(model) else TOLERANCE_HALF

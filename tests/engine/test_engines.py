@@ -80,7 +80,7 @@ def test_when_memory_runs_out_passes_have_half_the_tokens_and_results_are_the_sa
     policy.max_tokens, passes[:] = 150, []
     assert policy.forward_backward(batch, supervised_loss) == pytest.approx(losses, rel=1e-5)
     assert (gradient(model) - once).norm() < 1e-5 * once.norm()
-    line = "out of memory: --max_tokens_per_forward 150 -> 75, and once more"
+    line = "out of memory: --max_tokens_per_forward 150 -> 75, trying again"
     assert seen == [("max_tokens_per_forward", 75, line)] * 2
     policy.max_tokens, passes[:] = 150, []
     with pytest.raises(MemoryError):                      # a repeat would lose the gradient of the first batch
