@@ -107,7 +107,7 @@ def test_an_update_of_which_no_row_fits_ends_the_run_in_one_line(tmp_path, monke
     least = saved_setting(tmp_path / "run", "training", "max_tokens_per_forward")
     rollout = read_jsonl(tmp_path / "run/rollouts.jsonl")
     longest = max(len(r["prompt_ids"]) + len(r["completion_ids"]) for r in rollout if r["step"] == 1)
-    assert 16 < least <= longest + 8 and printed.out.count("and once more") == 4, "200, 100, 50, 25, a row"
+    assert 16 < least <= longest + 8 and printed.out.count("trying again") == 4, "200, 100, 50, 25, a row"
     assert latest_checkpoint(tmp_path / "run").name == "step-00000001"
 
 
