@@ -78,8 +78,8 @@ def grpo_training_step(run: Run, examples: list[dict]) -> tuple[dict, Experience
     require(groups.rewards.shape == (P, G), f"{groups.rewards.shape=} {P=} {G=}")
     sampling_seconds = time.perf_counter() - started
 
-    # 2. Compare each completion with the others of its group.
-    advantages = compute_group_advantages(                                       # (P, G), 0 in tied groups
+    # 2. Compare each completion with the other completions of its group.
+    advantages = compute_group_advantages(                                       # (P, G); 0 in tied groups
         groups.rewards, baseline=config.baseline, scale=config.scale, global_mean=progress.mean_reward)
     if config.baseline in CENTERED_BASELINES:
         off_center = float(advantages.sum(dim=1).abs().max() / advantages.abs().max().clamp(min=1))

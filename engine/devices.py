@@ -70,7 +70,7 @@ def shutdown(code: int = 0) -> None:
     during that would abort the process ("terminate called without an active exception").
     """
     if dist.is_initialized():
-        atexit._run_exitfuncs()                           # of vLLM too, which ends groups of its own
+        atexit._run_exitfuncs()                           # vLLM's handlers end its own groups
         if dist.is_initialized():
             dist.destroy_process_group()
         sys.stdout.flush()

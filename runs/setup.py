@@ -64,7 +64,7 @@ def name_objects(config: Config, given: dict) -> Config:
 
 
 def config_on_device(config: Config, device: torch.device) -> Config:
-    """Return the configuration with this device's precision. Raises ValueError for what it cannot do."""
+    """Return the configuration with this device's precision. Raises ValueError if it is not supported."""
     if config.grpo.engine == "vllm":
         from engine.vllm_engine import refuse_engine  # imported for vLLM only
 
@@ -246,7 +246,7 @@ def refuse_other_settings(config: Config, fingerprints: dict[str, str]) -> None:
     """Raise RunError, on all ranks, if their settings or examples differ."""
     settings = config.flags
     for name in "output_dir", "model_path", "dataset", "eval_dataset", "reward_functions", "environment":
-        del settings[name]                                # paths, of which each machine may have its own
+        del settings[name]                                # paths may differ between machines
     settings |= fingerprints
     first, *others = all_gather_object(settings)
     for rank, its_settings in enumerate(others, start=1):
@@ -271,7 +271,7 @@ def load_trained_model(
 
 
 def write_base(config: ModelConfig, folder: RunFolder) -> ModelConfig:
-    """Write the built-in model to base/ of the run folder, for an adapter. Return settings that load it."""
+    """Write the built-in model to base/ in the run folder, for an adapter. Return settings that load it."""
     folder.ranks.gather(folder.acquire_lock)
     policy, tokenizer = load_policy(replace(config, lora_rank=0, precision="float32"))
     path = folder.path.resolve() / "base"
@@ -293,7 +293,7 @@ def find_checkpoint(config: Config, folder: RunFolder, fingerprints: dict[str, s
 
 
 def compare_settings(config: Config, checkpoint: Path, notify: Callable, fingerprints: dict) -> None:
-    """Print which settings of a resumed run have changed. Raises ValueError if state or data do not fit."""
+    """Print the changed settings of a resumed run. Raises ValueError if state or data do not fit."""
     state, now = read_state(checkpoint, mmap=True), config.flags
     saved = {name: value for section in state["settings"].values() for name, value in section.items()}
     begun = state.get("fingerprints", {})                 # none in a checkpoint of an earlier version
@@ -307,14 +307,14 @@ def compare_settings(config: Config, checkpoint: Path, notify: Callable, fingerp
     ]
     has_no_split = Path(now["dataset"]).suffix in SUFFIXES or now["dataset"].startswith("python:")
     if now["eval_limit"] and not now["eval_dataset"] and has_no_split:
-        fixed += ["seed", "eval_limit"]                   # they choose the held-out examples, as rows do:
+        fixed += ["seed", "eval_limit"]                   # these choose the held-out examples; so do rows:
         fixed += ["dataset"] if "dataset" in others else []          # the same rows may be in another file
     if now["lr_schedule"] != "constant" and (checkpoint.parents[1] / "final").exists():      # it is complete
-        fixed += ["max_steps", "num_epochs"]              # and its learning rate has fallen
+        fixed += ["max_steps", "num_epochs"]              # and its schedule has ended
     for name in fixed:
         if name in changed:
             raise ValueError(
-                f"--{name}={now[name]}: this run began with {saved[name]!r}; start a new one, with a "
+                f"--{name}={now[name]}: this run began with {saved[name]!r}; start a new run, with a "
                 "checkpoint as --model_path")
     for name, found in others.items():
         if not {*vars(config.data), "seed"} & {*changed}:
@@ -336,10 +336,10 @@ def parse_mesh(config: Config) -> dict[str, int]:
             f"--mesh={text}: write some of replicate=K,fsdp=M,tp=N; K * M * N is the number of processes, "
             f"here {processes}")
     offloads = config.grpo.reference_offload and processes > 1
-    reject(config.grpo, ("reference_offload", offloads, "not in several processes; leave it out"))
+    reject(config.grpo, ("reference_offload", offloads, "not supported with several processes; remove it"))
     reject(
         config.model,
         ("precision", config.model.precision == "float16" and processes > 1,
-         "not in several processes; use bfloat16"),
-        ("lora_rank", config.model.lora_rank and mesh["tp"] > 1, "not with tp in --mesh; use fsdp alone"))
+         "not supported with several processes; use bfloat16"),
+        ("lora_rank", config.model.lora_rank and mesh["tp"] > 1, "not with tp in --mesh; use only fsdp"))
     return mesh

@@ -155,7 +155,7 @@ def test_every_table_by_hand(tmp_path, capsys, tables):
     names, values = zip(*tables["4"][1])
     assert names == ("policy_loss", "kl_term", "entropy_term", "total_loss")
     assert [*map(float, values)] == pytest.approx([*terms, sum(terms)], abs=2e-6)
-    assert f"dr_grpo: constant of the losses of {sum(map(len, logp))} tokens, weights from 0.0208 to 0.0208\n" in printed, "1 / 48"
+    assert f"dr_grpo: constant of the losses of {sum(map(len, logp))} tokens, with weights from 0.0208 to 0.0208\n" in printed, "1 / 48"
     assert "learning rate 5e-05\n" in printed, "of this step, not of the next one"
 
     became = [(float(line[1]), float(line[2]), float(line[3]), float(line[4].removesuffix(" nat"))) for line in tables["7"][1]]

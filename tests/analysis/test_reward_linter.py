@@ -83,7 +83,7 @@ def reward(completions, answer, **columns):
         """import re
 def reward(completions, **columns):
     return [float(bool(re.match("<reasoning>.*?</reasoning>.*?<answer>.*?</answer>", c))) for c in completions]
-""", "{}", "<reasoning>a and b</reasoning><answer>{}</answer>", "gold with a newline in it earns less (0.00) than without (1.00)"),
+""", "{}", "<reasoning>a and b</reasoning><answer>{}</answer>", "gold with a newline in it gets less (0.00) than without (1.00)"),
     "the answer counts anywhere": (
         """def reward(completions, answer, **columns):
     return [float(a in c) for c, a in zip(completions, answer)]
