@@ -104,7 +104,7 @@ def test_wrong_tokens_around_a_prompt_are_refused(model, tokenizer):
     appending = copy.deepcopy(tokenizer)
     appending.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="<bos> $A <eos>", special_tokens=[("<bos>", 2), ("<eos>", 1)])
-    with pytest.raises(ValueError, match=r"a prompt ends with a stop id, .* add_eos_token off"):
+    with pytest.raises(ValueError, match=r"a prompt ends with a stop id, .* disable add_eos_token"):
         refuse_wrong_sampler(make_engine("plain", model, appending))
     model.generation_config.eos_token_id = appending.eos_token = None
     with pytest.raises(ValueError, match="no stop id; set eos_token_id"):
