@@ -173,7 +173,7 @@ def test_the_sampler_of_the_page_trains_and_evaluates_and_a_run_that_is_resumed_
 
 def test_an_engine_that_does_not_call_reply_is_refused_with_an_environment(model, tokenizer, settings):
     model.generation_config.eos_token_id = list(range(1, 200))
-    with pytest.raises(RunError, match="the policy's sample does not call reply: an environment needs that"):
+    with pytest.raises(RunError, match="the policy's sample does not call reply, which an environment needs"):
         sample_with_environment(of_the_page()(model, tokenizer), guess_letter, [{"prompt": "p", "answer": "x"}], settings, [0])
 
 
