@@ -173,7 +173,7 @@ def test_a_teacher_that_does_not_fit_is_refused_in_one_line(tmp_path, model):
     for number, (flags, teacher, message) in enumerate([
         (dict(use_kl_penalty=False), model, "--reference_path=python:Gemma3ForCausalLM: there is no KL penalty that would use it"),
         (dict(use_grpo=False, use_kl_penalty=True), model, "^reference: there is no KL penalty that would use it; add use_grpo$"),
-        (dict(use_kl_penalty=True), small, "reference: it knows 100 tokens, the tokenizer 263"),
+        (dict(use_kl_penalty=True), small, "reference: it has 100 tokens, the tokenizer 263"),
     ]):
         with pytest.raises(ValueError, match=message):
             set_up(quick_config(tmp_path / str(number), **flags), reference=teacher)
@@ -189,5 +189,5 @@ def test_what_is_no_optimizer_is_refused_when_its_phase_begins(tmp_path):
             return {"one": super().state_dict(), "other": {}}
 
     run.make_optimizer = lambda pairs: TwoInOne([parameter for _, parameter in pairs])
-    with pytest.raises(RunError, match="optimizer: its state_dict has no state and param_groups: not to be resumed"):
+    with pytest.raises(RunError, match="optimizer: its state_dict lacks state or param_groups: no run could be resumed"):
         run.begin_phase()
