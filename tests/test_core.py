@@ -95,7 +95,7 @@ def test_core_files_import_core_files_and_libraries_alone():
 
 @pytest.mark.parametrize("options,message", [
     (dict(model_path="some/model"), "--model_path=some/model: only folders of float32 weights are supported"),
-    (dict(model_path=".", lora_rank=4), "--lora_rank=4: this loads"), (dict(model_path=".", precision="bfloat16"), "--precision=bfloat16: this loads"),
+    (dict(model_path=".", lora_rank=4), "--lora_rank=4: only folders"), (dict(model_path=".", precision="bfloat16"), "--precision=bfloat16: only folders"),
 ])
 def test_what_the_core_cannot_load_is_refused_in_one_line(options, message):
     with pytest.raises(ValueError, match=f"^{message}.*$"):

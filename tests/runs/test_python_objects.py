@@ -172,7 +172,7 @@ def test_a_teacher_that_does_not_fit_is_refused_in_one_line(tmp_path, model):
     small = GPT2LMHeadModel(GPT2Config(vocab_size=100, n_embd=8, n_layer=1, n_head=1))
     for number, (flags, teacher, message) in enumerate([
         (dict(use_kl_penalty=False), model, "--reference_path=python:Gemma3ForCausalLM: there is no KL penalty that would use it"),
-        (dict(use_grpo=False, use_kl_penalty=True), model, "^reference: there is no KL penalty that would use it; add use_grpo$"),
+        (dict(use_grpo=False, use_kl_penalty=True), model, "^reference: only GRPO uses it; add use_grpo$"),
         (dict(use_kl_penalty=True), small, "reference: it has 100 tokens, the tokenizer 263"),
     ]):
         with pytest.raises(ValueError, match=message):
