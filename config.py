@@ -5,8 +5,8 @@ The configuration: every flag with its type, default, help text and bounds.
     Config(grpo=GRPOConfig(loss_type="gspo"), training=TrainingConfig(use_grpo=True, output_dir="run"))
     Config.from_profile("demo", loss_type="gspo", output_dir="run")
 
-On the command line later sources override earlier ones: defaults, profile (or the run that is resumed),
-settings.json, flags. In Python there are the defaults below, or a profile where it is named. Wrong values and
+On the command line, later sources override earlier ones: defaults, profile (or the run that is resumed),
+settings.json, flags. In Python, the defaults below apply, or a profile if it is named. Wrong values and
 incompatible flags are rejected with a ValueError of one line.
 """
 
@@ -26,7 +26,7 @@ DEFAULT_REWARDS = {"correctness": 1.0, "reasoning_coherence": 0.2, "explanation_
 
 
 def flag(default, help: str, **bounds: float):
-    """Declare a flag: its default, its help text, and bounds of its value: ge=, gt=, le=, lt= a number."""
+    """Declare a flag: default, help text, and bounds of the value, such as ge=0 (or gt=, le=, lt=)."""
     kind = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
     return field(**kind, metadata={"help": help, "bounds": bounds})
 
@@ -37,25 +37,25 @@ class ModelConfig:
 
     model_path: str = flag("", "hub id or folder of a language model; empty: the built-in tiny Gemma 3")
     attn_implementation: Literal["auto", "sdpa", "eager"] = flag(
-        "auto", "attention of transformers, where no prompt is shared; auto: sdpa if supported, else eager")
+        "auto", "attention in transformers, if prompts are not shared; auto: sdpa if supported, else eager")
     precision: Literal["auto", "float32", "bfloat16", "float16"] = flag(
-        "auto", "precision of the layers and of frozen weights; weights that are trained, embedding, output "
-        "head and softmax stay float32. auto: bfloat16 on a GPU or TPU that computes in it, else float32")
-    lora_rank: int = flag(0, "rank of LoRA adapters of linear layers; 0: train the weights", ge=0, le=2**16)
+        "auto", "precision of the layers and of frozen weights; trained weights, embedding, output head and "
+        "softmax stay float32. auto: bfloat16 on a GPU or TPU that supports it, else float32")
+    lora_rank: int = flag(0, "rank of LoRA adapters on linear layers; 0: train all weights", ge=0, le=2**16)
     lora_alpha: float = flag(32.0, "the adapters' output is scaled by lora_alpha / lora_rank", gt=0)
     trust_remote_code: bool = flag(False, "run Python code that comes with the model")
-    device: Literal["auto", "cpu"] = flag("auto", "auto: a GPU that torch supports, if there is one; or cpu")
+    device: Literal["auto", "cpu"] = flag("auto", "auto: a GPU that torch supports, else the CPU")
     chat_template: Literal["auto", "none"] = flag(
-        "auto", "auto: the tokenizer's chat template, if it has one; none: prompts that are text stay as "
-        "they are, for base models and prompts that are ready")
+        "auto", "auto: use the tokenizer's chat template, if it has one; none: do not format text prompts, "
+        "for base models or if they are already formatted")
     chat_template_kwargs: str = flag(
-        "", 'variables of the chat template, as JSON: {"enable_thinking": false}; empty: those that the '
-        "model was trained with here before, else none")
+        "", 'variables of the chat template, as JSON: {"enable_thinking": false}; empty: those that an '
+        "earlier run saved with the model, else none")
     chat_template_date: str = flag(
-        "", "today for a chat template that writes the date, YYYY-MM-DD; empty: the day on which a run began")
+        "", "date for a chat template that writes today's, YYYY-MM-DD; empty: the day on which the run began")
 
     def __post_init__(self):
-        if isinstance(self.chat_template_kwargs, dict):   # of a settings file, or in Python
+        if isinstance(self.chat_template_kwargs, dict):   # from a settings file or Python
             object.__setattr__(self, "chat_template_kwargs", json.dumps(self.chat_template_kwargs))
         check_values(self)
         name = "chat_template_kwargs"
@@ -76,22 +76,22 @@ class DataConfig:
         "arithmetic", "arithmetic, countdown or guess_letter; reasoning_gym:TASK,TASK; a .jsonl, .json, .csv "
         "or .parquet file; a hub id (name:configuration); tfds:name; kaggle:owner/name/file.csv")
     eval_dataset: str = flag(
-        "", "held-out problems; empty: eval_split of dataset, or of a file eval_limit problems set aside")
-    train_split: str = flag("train", "split of dataset on a hub, or a part of it such as train[:90%]")
-    eval_split: str = flag("test", "split of eval_dataset, or else of dataset, with the held-out problems")
+        "", "held-out problems; empty: eval_split of dataset, or eval_limit problems set aside from a file")
+    train_split: str = flag("train", "split of dataset on a hub, or a part of a split such as train[:90%]")
+    eval_split: str = flag("test", "split with the held-out problems, of eval_dataset or else of dataset")
     prompt_column: str = flag(
-        "", "column of the prompt, in dataset and eval_dataset, or a text with columns in braces, such as "
-        "'Make {target} from {nums}.'; empty: found by its usual names")
-    answer_column: str = flag("", "column of the answer; empty: found by its usual names")
-    completion_column: str = flag("", "column of the demonstration; empty: found by its usual names")
+        "", "column of the prompt in dataset and eval_dataset, or text with columns in braces, such as "
+        "'Make {target} from {nums}.'; empty: search for a usual name")
+    answer_column: str = flag("", "column of the answer; empty: search for a usual name")
+    completion_column: str = flag("", "column of the demonstration; empty: search for a usual name")
     eval_limit: int = flag(256, "held-out problems per evaluation; 0: no evaluations", ge=0)
     shuffle: bool = flag(
-        True, "shuffle the rows in every epoch; false: take them as the source gives them, such as a file "
-        "from easy to hard; the built-in problems come shuffled by the seed")
-    instruction: str = flag("", "text put before every prompt, such as the format of the answer")
+        True, "shuffle the rows in every epoch; false: keep the order of the source, such as a file sorted "
+        "from easy to hard; the built-in problems are always shuffled by the seed")
+    instruction: str = flag("", "text to insert before every prompt, such as the answer format")
     max_prompt_length: int = flag(512, "longest prompt, in tokens", gt=0)
     long_prompts: Literal["error", "drop"] = flag(
-        "error", "prompts above max_prompt_length: stop with an error, or drop them")
+        "error", "prompts longer than max_prompt_length: stop with an error, or drop them")
 
     def __post_init__(self):
         check_values(self)
@@ -101,97 +101,97 @@ class DataConfig:
 class GRPOConfig:
     """Sampling, rewards, advantages and loss."""
 
-    num_completions_per_prompt: int = flag(4, "G, the group size: completions of a prompt", ge=2, le=2**16)
+    num_completions_per_prompt: int = flag(4, "G, the group size: completions per prompt", ge=2, le=2**16)
     generation_max_length: int = flag(256, "longest completion, in tokens", gt=0)
     generation_temperature: float = flag(
-        0.8, "divides the logits, in sampling and in training; 0: greedy, only to evaluate", ge=0)
-    generation_top_p: float = flag(0.9, "keep the most likely tokens up to this sum; 1: all", gt=0, le=1)
-    generation_top_k: int = flag(50, "keep this many most likely tokens; 0: all", ge=0)
+        0.8, "divides the logits, in sampling and training; 0: greedy, for evaluation only", ge=0)
+    generation_top_p: float = flag(0.9, "keep likely tokens up to this total probability; 1: all", gt=0, le=1)
+    generation_top_k: int = flag(50, "keep this many of the most likely tokens; 0: all", ge=0)
     generation_min_p: float = flag(
-        0.0, "keep tokens at least this many times as likely as the likeliest one, 0: all; this first, then "
-        "top_k, then top_p", ge=0, lt=1)
+        0.0, "keep tokens at least this many times as likely as the likeliest one; applied first, before "
+        "top_k and then top_p; 0: all", ge=0, lt=1)
     generation_batch_size: int = flag(
-        0, "completions sampled at once, at least a group, halved when memory runs out; 0: all", ge=0)
+        0, "completions sampled at once, at least one group; halved when memory runs out; 0: all", ge=0)
     engine: Literal["auto", "plain", "shared", "vllm"] = flag(
-        "auto", "plain: a row for each completion; shared: forward each prompt once for all of its "
-        "completions; auto: shared on CUDA, or if that saves a fifth of the tokens, and the model computes "
-        "the same with it; vllm samples, which is faster on a GPU (docs/scale.md, vLLM)")
-    engine_memory: float = flag(0.3, "vllm: share of the GPU's memory while it samples", gt=0, lt=1)
+        "auto", "plain: forward each completion with its prompt; shared: forward each prompt once for all "
+        "its completions; auto: shared on CUDA, or if it saves a fifth of the tokens, provided that results "
+        "are equal; vllm: sample with vLLM, which is faster on a GPU (docs/scale.md, vLLM)")
+    engine_memory: float = flag(0.3, "vllm: share of the GPU's memory during sampling", gt=0, lt=1)
     dynamic_sampling: int = flag(
-        0, "extra rounds of sampling, at most, that replace groups of equal scores by new prompts", ge=0)
+        0, "maximum number of extra sampling rounds, which replace zero-variance groups by new prompts", ge=0)
 
     environment: str = flag(
         "", "function or class that replies to the policy: calculator, python, guess_letter, or "
         "path/to/file.py:name; empty: completions are single messages")
     max_turns: int = flag(
-        1, "most messages of the policy per conversation; generation_max_length limits all tokens", gt=0)
+        1, "maximum number of the policy's messages per conversation, all within generation_max_length", gt=0)
 
     reward_functions: list[str] = flag(list(DEFAULT_REWARDS), "built-in names, or path/to/file.py:function")
     reward_weights: list[float] = flag(
         [], "weight of each reward function; empty: 1 each, or 1 0.2 0.1 for the default functions")
     reward_errors: Literal["raise", "none"] = flag(
-        "raise", "if a reward function raises: stop the run, or leave completions unscored and count them")
+        "raise", "if a reward function raises: stop the run, or count the completions as unscored")
     reward_timeout: float = flag(
-        0.0, "seconds per call of a reward function, else it raises; 0: no limit, for environments 60", ge=0)
+        0.0, "time limit for a call of a reward function, in seconds; 0: none (environments: 60)", ge=0)
     reward_combination: Literal["sum", "gdpo"] = flag(
-        "sum", "add up the weighted points of the reward functions, or (gdpo) their weighted advantages")
-    reward_clip: float = flag(0.0, "limit rewards to -reward_clip ... reward_clip points; 0: no limit", ge=0)
+        "sum", "sum: add up the weighted rewards of the functions; gdpo: their weighted advantages")
+    reward_clip: float = flag(0.0, "clip rewards to -reward_clip ... reward_clip; 0: no limit", ge=0)
     overlong: Literal["keep", "mask", "penalise"] = flag(
-        "keep", "completions cut at generation_max_length: keep; mask: leave them out of the loss; "
-        "penalise: subtract up to 1 in the last fifth before it")
+        "keep", "completions truncated at generation_max_length: keep; mask: exclude them from the loss; "
+        "penalise: subtract up to 1 from rewards in the last fifth before the limit")
 
     normalize_advantages: bool = flag(
-        True, "divide advantages as advantage_scale says, with a value head centre and scale them over all "
-        "tokens; Dr. GRPO: false, with --loss_type dr_grpo")
+        True, "divide advantages according to advantage_scale; with a value head, centre and scale them over "
+        "all tokens; Dr. GRPO: false, with --loss_type dr_grpo")
     advantage_scale: Literal[*SCALES[:-1]] = flag(
-        "group", "divide by the standard deviation of each group, or of the batch, or by the group's mean")
+        "group", "divide by the standard deviation of the group or of the batch, or by the group's mean")
     baseline: Literal[*BASELINES] = flag(
-        "group_mean", "subtracted from rewards: mean or median of the group; global_mean: mean of all "
-        "rewards of the run so far; leave_one_out: mean of the group's other completions")
+        "group_mean", "subtracted from rewards: the group's mean or median; global_mean: the mean of all "
+        "rewards of the run so far; leave_one_out: the mean of the group's other completions")
 
     loss_type: Literal[*LOSSES] = flag(
-        "dapo", "policy loss: with clipped ratios (dapo, grpo, dr_grpo), with one ratio per completion "
-        "(gspo), with capped weights (cispo, scale_rl), with a soft limit (sapo), without tokens or "
-        "completions that have moved too far (dppo, icepop, sequence_mask), or without ratios (reinforce)")
+        "dapo", "policy loss: with clipped ratios (dapo, grpo, dr_grpo), one ratio per completion (gspo), "
+        "capped weights (cispo, scale_rl), a smooth limit (sapo), masking of tokens or completions whose "
+        "ratio has moved too far from 1 (dppo, icepop, sequence_mask), or no ratios (reinforce)")
     loss_options: list[str] = flag([], "options of loss_type, such as dual_clip=3 (docs/algorithm.md)")
     clip_low: float = flag(
-        0.2, "lower limit of a token's probability ratio in the clipped losses, 1 - clip_low; before the "
-        "first update the ratio is 1", ge=0, lt=1)
+        0.2, "clipped losses limit the ratio, new / old probability of a token, to at least 1 - clip_low; "
+        "before the first update the ratio is 1", ge=0, lt=1)
     clip_high: float = flag(
-        0.2, "upper limit of that ratio, 1 + clip_high; in papers 4e-4 with gspo, above 1 with cispo and "
-        "scale_rl", ge=0)
+        0.2, "the upper limit of the ratio is 1 + clip_high; papers use 4e-4 with gspo, and values above 1 "
+        "with cispo and scale_rl", ge=0)
     importance_cap: float = flag(
-        0.0, "truncated importance sampling: weigh a token's loss by trainer's / sampler's probability, up "
-        "to this; 0: 2 with --engine vllm, which rounds differently, else none", ge=0)
-    entropy_coef: float = flag(0.0, "weight of the entropy bonus, in advantage per nat", ge=0)
+        0.0, "truncated importance sampling: multiply a token's loss by trainer / sampler probability, at "
+        "most this cap; 0: 2 with --engine vllm, which rounds differently, else none", ge=0)
+    entropy_coef: float = flag(0.0, "weight of the entropy bonus, in units of advantage per nat", ge=0)
 
-    ppo_epochs: int = flag(1, "passes over a rollout", gt=0)
-    minibatch_size: int = flag(0, "completions per optimiser step; 0: all of a rollout", ge=0)
+    ppo_epochs: int = flag(1, "epochs of updates on each rollout", gt=0)
+    minibatch_size: int = flag(0, "completions per optimiser step; 0: the whole rollout", ge=0)
 
-    use_kl_penalty: bool = flag(True, "penalise the KL to a reference, such as a copy of the policy")
+    use_kl_penalty: bool = flag(True, "penalise the KL to a reference, by default the initial policy")
     kl_penalty_coef: float = flag(
-        0.01, "weight of the KL penalty, in advantage per nat; 0: no penalty, no reference", ge=0)
+        0.01, "weight of the KL penalty, in units of advantage per nat; 0: no penalty, no reference", ge=0)
     kl_in: Literal["loss", "reward"] = flag(
-        "loss", "add the KL penalty to the loss, or subtract it from rewards, within a group from advantages")
+        "loss", "add the KL penalty to the loss, or subtract it from rewards (and so from the advantages)")
     kl_estimator: Literal["", "ratio_k3", "k3", "k2", "k1", "exact"] = flag(
-        "", "estimate the KL from the sampled tokens, or compute it over the vocabulary (exact); empty: "
+        "", "how to estimate the KL from the sampled tokens; exact: compute it over the vocabulary; empty: "
         "ratio_k3 in the loss, k1 in the reward")
     reference_path: str = flag(
-        "", "hub id or folder of the reference, another model with the same tokenizer, such as a larger one "
-        "to learn from; empty: a copy of the policy")
+        "", "hub id or folder of the reference, another model with the same tokenizer, such as a larger "
+        "teacher; empty: a copy of the policy")
     reference_mode: Literal["static", "ema", "periodic"] = flag(
-        "static", "ema: moving average of the policy; periodic: its copy every reference_update_freq steps")
+        "static", "ema: moving average of the policy; periodic: copy it every reference_update_freq steps")
     ema_alpha: float = flag(
         0.99, "ema: reference = ema_alpha * reference + (1 - ema_alpha) * policy, every update", ge=0, le=1)
-    reference_update_freq: int = flag(500, "periodic: steps between replacements by the policy", gt=0)
+    reference_update_freq: int = flag(500, "periodic: steps between copies of the policy", gt=0)
     reference_offload: bool = flag(False, "keep the reference on the CPU between rollouts")
 
-    use_value_head: bool = flag(False, "advantages of tokens from a value head (GAE) instead of the group's")
+    use_value_head: bool = flag(False, "compute advantages by a value head (GAE), not within groups")
     gae_gamma: float = flag(1.0, "value head: discount of rewards per token", ge=0, le=1)
-    gae_lambda: float = flag(0.95, "value head; 0: one-step error, 1: return minus value", ge=0, le=1)
+    gae_lambda: float = flag(0.95, "value head: 0: one-step TD error, 1: return minus value", ge=0, le=1)
 
     def __post_init__(self):
-        if isinstance(self.loss_options, dict):           # of a settings file, or in Python
+        if isinstance(self.loss_options, dict):           # from a settings file or Python
             options = [f"{name}={value}" for name, value in self.loss_options.items()]
             object.__setattr__(self, "loss_options", options)
         check_values(self)
@@ -205,7 +205,7 @@ class GRPOConfig:
 
     @property
     def environment_weight(self) -> float:
-        """Return the weight of the environment's points, 0 if they are no reward."""
+        """Return the weight of the environment's rewards, 0 if they are not in the score."""
         return dict(zip(self.reward_functions, self.weights, strict=False)).get("environment", 0.0)
 
     @property
@@ -230,13 +230,13 @@ class GRPOConfig:
 
     @property
     def importance_weight_cap(self) -> float:
-        """Return the cap of importance weights, 0 for no weights."""
+        """Return the cap of importance weights; 0 if there are no such weights."""
         rounds_differently = self.engine == "vllm" and not LOSSES[self.loss_type].corrects_sampler
         return self.importance_cap or (2.0 if rounds_differently else 0.0)
 
     @property
     def loss_arguments(self) -> dict:
-        """Return keyword arguments of policy_loss and token_loss."""
+        """Return keyword arguments for policy_loss and token_loss."""
         clips = dict(clip_low=self.clip_low, clip_high=self.clip_high)
         return dict(loss_type=self.loss_type) | clips | parse_options(self.loss_options)
 
@@ -250,43 +250,43 @@ class GRPOConfig:
 class TrainingConfig:
     """The run: updates, checkpoints, evaluations and records."""
 
-    use_grpo: bool = flag(False, "learn from rewards; without it, supervised training on demonstrations")
+    use_grpo: bool = flag(False, "train on rewards by GRPO; else supervised training on demonstrations")
     profile: str = flag(
         "", "settings to start from: demo, guess_letter, demo_supervised, conservative, balanced or "
         "aggressive; empty: demo (demo_supervised without use_grpo) if model_path is empty, else none")
     output_dir: str = flag("", "run folder; empty: outputs/<time>")
     resume: bool = flag(False, "continue the run in output_dir from its last checkpoint, with its settings")
-    check: bool = flag(False, "check the set-up, print the points of right and wrong completions, and stop")
+    check: bool = flag(False, "check the set-up, print rewards of right and wrong completions, and stop")
     seed: int = flag(0, "seed of weights, data order, sampling and global random numbers", ge=0, le=2**32 - 1)
-    num_epochs: float = flag(3, "passes over the examples; dynamic_sampling may add some", gt=0, le=10**6)
+    num_epochs: float = flag(3, "epochs over the examples; dynamic_sampling may use more", gt=0, le=10**6)
     max_steps: int = flag(
-        0, "end each phase, the cold start too, after this many steps; 0: when its epochs are over", ge=0)
+        0, "maximum number of steps of each phase, also of the cold start; 0: no limit but num_epochs", ge=0)
     batch_size: int = flag(4, "prompts per rollout; demonstrations per optimiser step", gt=0, le=2**20)
     cold_start_steps: int = flag(0, "supervised steps before GRPO, on the dataset's demonstrations", ge=0)
     cold_start_accuracy: float = flag(
-        1.0, "held-out accuracy that ends the cold start; below 1 it is evaluated every eval_steps / 3 steps")
+        1.0, "held-out accuracy that ends the cold start; if below 1, evaluate every eval_steps / 3 steps")
     cold_start_learning_rate: float = flag(5e-5, "peak learning rate of the cold start", ge=0, le=0.1)
     learning_rate: float = flag(5e-6, "peak learning rate", ge=0, le=0.1)
     lr_schedule: Literal["constant", "linear", "cosine"] = flag(
-        "cosine", "course of the learning rate after the warm-up: constant, or falling")
-    warmup_ratio: float = flag(0.1, "share of a phase's steps in which the learning rate rises", ge=0, le=1)
-    max_grad_norm: float = flag(1.0, "scale gradients with a larger norm down to this norm", gt=0)
+        "cosine", "learning-rate schedule after the warm-up")
+    warmup_ratio: float = flag(0.1, "share of a phase's steps with a rising learning rate", ge=0, le=1)
+    max_grad_norm: float = flag(1.0, "clip the gradient norm to this value", gt=0)
     max_tokens_per_forward: int = flag(
-        0, "tokens of a forward pass, halved when memory runs out: the gradient stays the same; 0: 2048 on a "
-        "CPU, elsewhere 8192, but at least twice the longest prompt", ge=0)
-    gradient_checkpointing: bool = flag(False, "recompute activations: less memory, a third more time")
+        0, "tokens per forward pass, halved when memory runs out; the gradient does not depend on it; 0: "
+        "2048 on a CPU, else 8192, but at least twice the longest prompt", ge=0)
+    gradient_checkpointing: bool = flag(False, "recompute activations: less memory, but a third more time")
     mesh: str = flag(
-        "", "how processes share weights: replicate=2,fsdp=4 keeps 2 copies, each sharded over 4 processes; "
-        "fsdp=4,tp=2 also divides every layer's matrices between 2; empty: one copy sharded over all")
+        "", "how weights are sharded: replicate=2,fsdp=4 keeps 2 copies, each sharded over 4 processes; "
+        "fsdp=4,tp=2 also splits every layer's matrices between 2; empty: one copy sharded over all")
     eval_steps: int = flag(50, "steps between evaluations; 0: only before and after each phase", ge=0)
-    save_steps: int = flag(100, "steps between checkpoints; 0: at the end of a phase only", ge=0)
+    save_steps: int = flag(100, "steps between checkpoints; 0: only at the end of each phase", ge=0)
     keep_best: bool = flag(
-        False, "keep the policy with the highest held-out score in best/; of several scores the highest is "
-        "partly luck")
+        False, "save the policy with the best evaluation in best/; the best of many evaluations is partly "
+        "luck")
     keep_checkpoints: int = flag(2, "number of checkpoints to keep; older ones are deleted", gt=0)
     log_rollouts_every: int = flag(10, "steps between entries in rollouts.jsonl; 0: none", ge=0)
     report_to: Literal["tensorboard", "wandb", "none"] = flag(
-        "tensorboard", "tracker that gets the metrics in addition to metrics.jsonl")
+        "tensorboard", "tracker that receives the metrics in addition to metrics.jsonl")
 
     def __post_init__(self):
         check_values(self)
@@ -339,7 +339,7 @@ class Config:
         return vars(self.model) | vars(self.data) | vars(self.grpo) | vars(self.training)
 
     def as_dict(self) -> dict[str, dict]:
-        """Return the flags by section, as in config.json. Flags of this start alone are left out."""
+        """Return the flags by section, as in config.json. START_FLAGS are not included."""
         sections = dataclasses.asdict(self)
         for name in START_FLAGS:
             del sections["training"][name]
@@ -353,7 +353,7 @@ LARGEST = 2**32 - 1             # of any number of a flag: a seed, seconds that 
 
 
 def reject(section, *rules: tuple[str, Any, str]) -> None:
-    """Raise ValueError for the first mistake. rules: flag, whether its value is a mistake, what to do."""
+    """Raise ValueError for the first mistake. rules: flag, whether its value is wrong, how to correct it."""
     for name, mistaken, fix in rules:
         if mistaken:
             value = getattr(section, name)
@@ -367,7 +367,7 @@ def check_values(section) -> None:
         name, value, bounds = f.name, getattr(section, f.name), f.metadata["bounds"]
         if isinstance(value, os.PathLike):
             object.__setattr__(section, name, value := os.fspath(value))
-        if not has_type(value, f.type) and not (name == "loss_type" and value in LOSSES):  # a script's loss
+        if not has_type(value, f.type) and not (name == "loss_type" and value in LOSSES):  # added by a script
             raise ValueError(f"--{name}={value!s:.60}: {expected_value(name, value, f.type)}")
         inside = all(getattr(operator, bound)(value, limit) for bound, limit in bounds.items())
         words = " and ".join(f"{BOUNDS[bound]} {limit}" for bound, limit in bounds.items())
@@ -378,7 +378,7 @@ def check_values(section) -> None:
 
 
 def has_type(value, kind) -> bool:
-    """Return True if a value has the type of a flag. An int is a float too, a bool is neither."""
+    """Return True if a value has the type of a flag. An int counts as a float, a bool as neither."""
     if get_origin(kind) is Literal:
         return value in get_args(kind)
     if get_origin(kind) is list:
@@ -389,7 +389,7 @@ def has_type(value, kind) -> bool:
 
 
 def expected_value(name: str, value, kind) -> str:
-    """Return the end of an error: which values a flag has in place of this one, of another type."""
+    """Return the end of an error message: the values that a flag takes instead of this one."""
     if get_origin(kind) is Literal:
         return f"choose one of {', '.join(filter(None, get_args(kind)))}"
     expected = f"must be {kind if get_origin(kind) else kind.__name__}, not {type(value).__name__}"
@@ -399,7 +399,7 @@ def expected_value(name: str, value, kind) -> str:
 
 
 def parse_options(options: list[str]) -> dict[str, float]:
-    """Return options that are written name=number by their names, with NaN for what is no number."""
+    """Parse options of the form name=number. NaN stands for text that is not a number."""
     numbers = {}
     for name, _, text in (option.partition("=") for option in options):
         try:
@@ -412,25 +412,25 @@ def parse_options(options: list[str]) -> dict[str, float]:
 def validate_functions(config: GRPOConfig) -> None:
     """Raise ValueError if other flags do not fit the reward functions or the environment.
 
-    Not when the section is made, because train(config, reward_functions=...) may replace both.
+    This is not part of __post_init__, because train(config, reward_functions=...) may replace both.
     """
     functions, weights = config.reward_functions, config.reward_weights
     reject(
         config,
-        ("reward_functions", not functions, "name at least one, or none, to learn from a reference"),
+        ("reward_functions", not functions, "name at least one; none: train only on the KL to a reference"),
         ("reward_weights", len(weights) not in (0, len(functions)),
          f"{len(weights)} weights for {len(functions)} reward functions; give one for each"),
         ("max_turns", config.max_turns > 1 and not config.environment,
-         "no environment continues the conversation; add --environment"),
+         "there is no environment to continue the conversation; add --environment"),
         ("environment", config.environment and config.max_turns == 1,
-         "with --max_turns=1 its messages are never used; choose 2 or more"),
+         "with --max_turns=1 its messages would not be used; choose 2 or more"),
         ("reward_functions", "environment" in functions and not config.environment,
-         "the reward function environment needs points of an environment: add --environment"),
+         "the reward function environment needs an environment: add --environment"),
     )
 
 
 def check_combinations(config: GRPOConfig, training: TrainingConfig, updates_per_rollout: int) -> None:
-    """Raise ValueError for flags that are valid alone and not together."""
+    """Raise ValueError for flags that are valid on their own but incompatible."""
     reject(training, (
         "resume", training.resume and not training.output_dir, "needs --output_dir, the run to continue"))
     loss = LOSSES[config.loss_type]
@@ -445,37 +445,37 @@ def check_combinations(config: GRPOConfig, training: TrainingConfig, updates_per
     reject(
         config,
         ("importance_cap", 0 < config.importance_cap < 1,
-         "a cap below 1 would shrink every token's weight; choose from 1 up, such as 2, or 0 for none"),
+         "a cap below 1 would shrink every token's weight; choose at least 1, such as 2, or 0 for no cap"),
         ("importance_cap", config.importance_cap and loss.corrects_sampler,
-         f"the ratio of {config.loss_type} corrects for the sampler by itself; leave out one of the two"),
+         f"the ratio of {config.loss_type} already corrects for the sampler; remove one of the two"),
         ("advantage_scale", config.scale == "mean" and (
             config.reward_combination == "gdpo" or config.overlong == "penalise"),
-         "is for points from 0 up; leave out --reward_combination gdpo and --overlong penalise"),
+         "needs rewards >= 0; remove --reward_combination gdpo and --overlong penalise"),
         ("kl_estimator", config.kl_coef > 0 and config.kl_in == "reward" and estimator not in ("", "k1"),
-         "in a reward only k1 pulls the policy to the reference; leave it out"),
+         "in a reward only k1 moves the policy towards the reference; remove this flag"),
         ("kl_estimator", config.kl_term and estimator == "k1",
-         "in a loss its gradient is 0 on average; take ratio_k3, or --kl_in reward"),
+         "in a loss its expected gradient is 0; use ratio_k3, or --kl_in reward"),
         ("reference_offload", config.reference_offload and config.exact_kl,
-         "--kl_estimator exact needs the reference in every forward pass, ratio_k3 once per rollout"),
+         "--kl_estimator exact needs the reference in every forward pass; ratio_k3, once per rollout"),
         ("reference_path", config.reference_path and not config.kl_coef,
-         "nothing is compared with it; add --use_kl_penalty true"),
+         "there is no KL penalty that would use it; add --use_kl_penalty true"),
         ("reference_mode", config.reference_path and config.reference_mode != "static",
-         "the model of --reference_path stays as it is; leave out one of the two"),
+         "the model of --reference_path is never updated; remove one of the two"),
         ("reward_functions", config.reward_functions == ["none"] and not config.kl_term,
-         "nothing would be learned: add --use_kl_penalty true and the --reference_path of a teacher"),
+         "nothing would be trained on; add --use_kl_penalty true and the --reference_path of a teacher"),
         ("baseline", config.use_value_head and config.baseline != "group_mean",
-         "--use_value_head takes the value as the baseline; leave out one of the two"),
+         "--use_value_head uses the value as the baseline; remove one of the two"),
         ("advantage_scale", config.use_value_head and config.advantage_scale != "group",
-         "--use_value_head has advantages of its own; leave out one of the two"),
+         "--use_value_head computes advantages without groups; remove one of the two"),
         ("dynamic_sampling", config.use_value_head and config.dynamic_sampling,
-         "--use_value_head learns from groups of equal rewards too; leave out one of the two"),
+         "--use_value_head also uses zero-variance groups; remove one of the two"),
         ("reward_combination",
          config.use_value_head and config.reward_combination == "gdpo" and config.environment_weight,
-         "--use_value_head takes the points of each turn as they are; leave out one of the two"),
+         "--use_value_head uses the unscaled reward of each turn; remove one of the two"),
         ("generation_temperature", training.use_grpo and config.generation_temperature == 0,
-         "all completions of a prompt would be equal and nothing could be learned; try 0.8"),
+         "all completions of a prompt would be equal, so all advantages 0; try 0.8"),
         ("loss_type", training.use_grpo and not has_ratio and updates_per_rollout > 1,
-         f"has no ratio: of {updates_per_rollout} updates on a rollout only the first is right; take dapo"),
+         f"has no ratio: of {updates_per_rollout} updates per rollout only the first is correct; use dapo"),
     )
 
 
@@ -489,7 +489,7 @@ DEFAULTS = Config().flags       # flag -> its default
 BUILT_IN = dict(                # for the built-in model
     num_completions_per_prompt=4, generation_max_length=40, generation_temperature=1.0, generation_top_k=0,
     generation_top_p=1.0, warmup_ratio=0.1)
-# Values that replace defaults; flags replace both. Without a model_path the profile is demo, or
+# Values that replace defaults; flags replace both. Without a model_path the default profile is demo, or
 # demo_supervised without use_grpo. The last three are ordered from small to large learning rates.
 PROFILES: dict[str, dict[str, Any]] = {
     "demo": BUILT_IN | dict(
@@ -513,10 +513,10 @@ PROFILES: dict[str, dict[str, Any]] = {
 
 
 def profile_values(profile: str, batch_size: int | None = None) -> dict[str, Any]:
-    """Return the values of a profile, {} if there is none.
+    """Return the values of a profile; {} for the empty name.
 
-    Those of the built-in model are adapted to another batch size than their own: numbers of steps so that
-    they count as many examples, learning rates by the square root of the ratio, and never raised.
+    Profiles of the built-in model are adapted to another batch size: numbers of steps so that they cover as
+    many examples, learning rates by the square root of the ratio, but they are never raised.
     """
     if profile not in ("", *PROFILES):
         raise ValueError(f"--profile={profile}: choose one of {', '.join(PROFILES)}")

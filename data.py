@@ -1,18 +1,18 @@
 """
 Examples, and the token ids of their prompts and demonstrations.
 
-An example is a dict. "prompt" is always in it, the others where known; more columns go to reward functions.
+An example is a dict. It always has "prompt"; other keys are optional. More columns go to reward functions.
 
     prompt      "47+85=?", or chat messages such as [{"role": "user", "content": "47+85=?"}]
-    answer      "132", which rewards compare with
+    answer      "132", which reward functions compare completions with
     completion  "<reasoning>...</reasoning><answer>132</answer>", a demonstration for supervised training, or
                 the messages of a conversation
     tools       schemas of functions, for the chat template
 
-Everything that only validates or corrects wrong input is in guards.py.
+Code that only validates or corrects wrong input is in guards.py.
 
-Not supported: hubs, other files and tasks, and forms of published data sets, such as an answer after ####;
-sources.load_examples reads them. Conversations: environments/messages.py.
+Not supported: hubs, other files and tasks, and formats of published data sets, such as an answer after ####;
+sources.load_examples reads these. Conversations are encoded in environments/messages.py.
 """
 
 import random
@@ -30,21 +30,21 @@ def load_examples(
     source: str | Sequence, split: str = "train", *, limit: int | None = None, seed: int = 0,
     columns: dict[str, str] | None = None,
 ) -> list[dict]:
-    """Return validated examples. Raises ValueError, one line that names the source and the line or number.
+    """Return validated examples. Raises ValueError with one line: the source, and the line or number in it.
 
     source   "arithmetic" (addition problems), a .jsonl file, a list or datasets.Dataset of dicts or prompts
     split    "train" or "test" of the addition problems; a file or list has no splits
     limit    the maximum number of examples, from the start; None or 0: all
-    seed     of the order of the addition problems; it does not change which of them are held out
+    seed     determines the order of the addition problems, but not which of them are held out
     columns  {"prompt": "question", "answer": ..., "completion": ...}; default: the first match in
-             COLUMNS. The prompt may also be a text with columns in braces: "Make {target} from {nums}."
+             COLUMNS. The prompt may also be text with columns in braces: "Make {target} from {nums}."
     """
     rows = read_source(source, split, seed, columns or {})
     return validate_examples(source, rows, limit)
 
 
 def arithmetic(split: str, seed: int) -> list[dict]:
-    """Return addition problems of two numbers below 100: 9000 for training, 1000 others for testing."""
+    """Return problems of adding two numbers below 100: 9000 for training, or 1000 others for testing."""
     problems = [(a, b) for a in range(100) for b in range(100)]
     random.Random("which problems are held out").shuffle(problems)
     return [
@@ -57,11 +57,11 @@ def encode_prompt(tokenizer, prompt: str | list, tools=None) -> list[int]:
     """Encode a prompt up to the start of the completion, with the chat template if the tokenizer has one.
 
     prompt   text, chat messages, or token ids (returned unchanged)
-    tools    of the example, in place of tokenizer.tools
+    tools    tools of the example, which replace tokenizer.tools
     returns  token ids with one BOS token: the template's if there is a template, else the tokenizer's
 
-    The text of special tokens is removed from messages but the assistant's; without a template, a text keeps
-    it. Raises ValueError for messages that the template rejects or leaves out.
+    The text of special tokens is removed from all messages but the assistant's; it is kept in a text prompt
+    without a template. Raises ValueError for messages that the template rejects or omits.
     """
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
         return prompt
@@ -76,7 +76,7 @@ def encode_prompt(tokenizer, prompt: str | list, tools=None) -> list[int]:
 
 
 def prompt_of(tokenizer, example: dict) -> str | list:
-    """Return the prompt of an example for Policy.sample: token ids if it has tools."""
+    """Return the prompt of an example for Policy.sample: token ids if the example has tools."""
     prompt, tools = example["prompt"], example.get("tools")
     return encode_prompt(tokenizer, prompt, tools) if tools else prompt
 
@@ -84,31 +84,31 @@ def prompt_of(tokenizer, example: dict) -> str | list:
 def encode_demonstration(
     tokenizer, prompt, completion: str, stop_ids: list[int]
 ) -> tuple[list[int], list[bool]]:
-    """Encode a demonstration: T token ids, and T times True, since all of them are trained on.
+    """Encode a demonstration. Returns T token ids and a mask of T times True: all tokens are trained on.
 
     Raises ValueError for a conversation, which environments.messages.encode_turns encodes.
     """
     if not isinstance(completion, str):
-        raise ValueError(f"{completion!r:.50} is no text: pass encode_turns of environments.messages")
+        raise ValueError(f"{completion!r:.50} is not text: pass encode_turns of environments.messages")
     ids = encode_completion(tokenizer, completion, stop_ids)
     return ids, [True] * len(ids)
 
 
 def encode_completion(tokenizer, completion: str, stop_ids: list[int]) -> list[int]:
-    """Encode a completion, ending with one stop token: the one that the chat template adds, else EOS."""
+    """Encode a completion that ends with one stop token: the one that the chat template adds, else EOS."""
     if tokenizer.chat_template:
-        completion += after_turn(tokenizer)               # not rendered itself: a template may trim it
+        completion += after_turn(tokenizer)               # a template might trim a rendered one
     ids = tokenizer(completion, add_special_tokens=False).input_ids
     stop = next((i for i, token in enumerate(ids) if token in stop_ids), None)
     return [*ids, tokenizer.eos_token_id] if stop is None else ids[: stop + 1]
 
 
 class Batches:
-    """Endless batches: next(batches). Every epoch is shuffled or in order; `position` is the whole state."""
+    """Endless batches: next(batches). Epochs are shuffled or in order; `position` is the complete state."""
 
     def __init__(self, examples: Sequence, batch_size: int, seed: int, shuffle: bool = True):
         self.examples, self.batch_size, self.seed, self.shuffle = examples, batch_size, seed, shuffle
-        self.position = 0                                 # examples so far
+        self.position = 0                                 # examples returned so far
         self.epoch, self.order = -1, []
 
     def __next__(self) -> list:
@@ -132,30 +132,30 @@ class Batches:
 
 
 def as_messages(prompt: str | list[dict]) -> list[dict]:
-    """Return a prompt as chat messages: text is the user's."""
+    """Return a prompt as chat messages. Text becomes a message of the user."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     return list(map(read_message, messages))
 
 
 def as_text(messages: str | list[dict]) -> str:
-    """Return a prompt as text: a line for each message."""
+    """Return a prompt as text, with one line for each message."""
     if isinstance(messages, str):
         return messages
     return "\n".join(f"{message['role']}: {message['content'] or ''}" for message in messages)
 
 
 def render(tokenizer, messages: list[dict], add_generation_prompt: bool, tools: list | None = None) -> str:
-    """Render a conversation as text, with tools or those in tokenizer.tools, and --chat_template_kwargs.
+    """Render a conversation as text, with tools (None: tokenizer.tools) and --chat_template_kwargs.
 
-    Raises ValueError for messages that the template leaves out or rejects.
+    Raises ValueError for messages that the template omits or rejects.
     """
     return apply_template(tokenizer, messages, tools, add_generation_prompt=add_generation_prompt)
 
 
 def after_turn(tokenizer, reply: dict | None = None) -> str:
-    """Render the end of a turn of the assistant; with a reply also this and the start of the next turn.
+    """Render the end of an assistant's turn; with a reply, also the reply and the start of the next turn.
 
-    Templates have no call for that: a made-up turn is rendered, and what follows its text is taken.
+    Templates have no function for this, so a made-up turn is rendered, and the text after it is returned.
     """
     made_up = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "madeupturn"}]
     text = render(tokenizer, [*made_up, reply] if reply else made_up, add_generation_prompt=bool(reply))
@@ -166,7 +166,7 @@ def after_turn(tokenizer, reply: dict | None = None) -> str:
 
 
 def choose_split(problems: list, held_out: int, split: str, seed: int) -> list:
-    """Return the first problems, which are held out, for "test", or the others, in an order of the seed."""
+    """Return the first problems, which are held out, for "test", else the others, shuffled by the seed."""
     if split not in ("train", "test"):
         raise ValueError(f"split={split}: built-in problems have the splits train and test")
     chosen = problems[held_out:] if split == "train" else problems[:held_out]
@@ -175,7 +175,7 @@ def choose_split(problems: list, held_out: int, split: str, seed: int) -> list:
 
 
 def add_columns(a: int, b: int) -> str:
-    """Return column addition: 47+85 is "7+5=12 4+8=12 12+1=13", which contains the digits of 132."""
+    """Return an addition by columns: for 47+85 "7+5=12 4+8=12 12+1=13", which has the digits of 132."""
     ones, tens = a % 10 + b % 10, a // 10 + b // 10
     carry = f" {tens}+1={tens + 1}" if ones > 9 else ""
     return f"{a % 10}+{b % 10}={ones} {a // 10}+{b // 10}={tens}{carry}"
@@ -193,7 +193,7 @@ COLUMNS = {                     # the column names that are recognised, in order
     "answer": ("answer", "final_answer", "solution", "target", "answerKey"),
     "completion": ("completion", "response", "output", "canonical_solution"),
 }
-BRACES = re.compile(r"\{([^{}]+)\}")                     # a column in a text that makes prompts
+BRACES = re.compile(r"\{([^{}]+)\}")                     # a column in the text of a prompt
 
 
 def read_source(source: str | Sequence, split: str, seed: int, columns: dict[str, str]) -> Iterable[dict]:
@@ -212,7 +212,7 @@ def read_source(source: str | Sequence, split: str, seed: int, columns: dict[str
 
 
 def read_json_lines(path: str) -> list:
-    """Return the values in a .jsonl file. Raises ValueError, which names the line."""
+    """Return the values in a .jsonl file. Raises ValueError that names the line."""
     if not Path(path).is_file():
         raise ValueError(f"{path}: no such file")
     rows = []
@@ -226,8 +226,8 @@ def read_json_lines(path: str) -> list:
 
 
 def choose_columns(row, columns: dict[str, str]) -> Row:
-    """Return a row with prompt, answer and completion under these names: the named column, else the first of
-    COLUMNS with a value. A field of an object can be named as a path: reward_model.ground_truth.
+    """Return a row with prompt, answer and completion under these names, each from the column in `columns`,
+    else from the first of COLUMNS with a value. A path (reward_model.ground_truth) names a nested field.
     """
     row = Row(row if isinstance(row, Mapping) else {"prompt": row})
     names = f"the row has columns {', '.join(row) or 'none'}"
@@ -247,10 +247,10 @@ def choose_columns(row, columns: dict[str, str]) -> Row:
 
 
 def cell(row: dict, column: str):
-    """Return the value in a column; else that in a field of an object, "a.b" of {"a": {"b": 1}}; else a text
-    whose columns in braces are filled in; else None.
+    """Return the value of a column; of a nested field, "a.b" of {"a": {"b": 1}}; or of a text with columns in
+    braces, which are filled in. None if there is no such column.
 
-    Braces with something else than a column stay, such as {"x": 1}, unless they hold a single word.
+    Braces around anything but a column, such as {"x": 1}, are kept, unless they hold a single word.
     """
     names = {} if column in row else dict.fromkeys(BRACES.findall(column))
     known = [name for name in names if name in row or cell(row, name) is not None]

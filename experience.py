@@ -2,10 +2,10 @@
 The data of a training step, in three classes:
 
     Groups      prompts with their completions and rewards
-    Experience  a rollout with everything that stays the same while the policy is updated on it
+    Experience  a rollout with everything that stays constant while the policy is updated on it
     Batch       the rows of one update, with the weight of each token in the loss
 
-Forward passes here compute no gradient.
+Forward passes in this file compute no gradient.
 Shapes: P prompts, G completions of each, B = P*G rows with the completions of a prompt adjacent, b rows of an
 update or a micro-batch, T completion tokens. Units: log-probabilities (logp) and KL in nats.
 """
@@ -31,35 +31,35 @@ class Groups:
 
     examples: list[dict]                # P
     rollout: Rollout
-    scores: Tensor                      # (P, G) weighted sum of the reward functions; NaN: not scored
+    scores: Tensor                      # (P, G) weighted sums of rewards; NaN: not scored
     per_function: dict[str, Tensor]     # (P, G) rewards of each reward function
     rewards: Tensor                     # (P, G) what advantages are computed from: see shape_rewards
-    extra: list[dict] = field(default_factory=list)      # B, what reward functions log of each completion
-    reports: object = None              # of the calls of reward functions: reward_functions/calling.py
+    extra: list[dict] = field(default_factory=list)      # B, what reward functions log for each completion
+    reports: object = None              # on the calls of reward functions: reward_functions/calling.py
     replaced: int = 0                   # number of groups that dynamic sampling replaced
 
     @property
     def tied(self) -> Tensor:
-        """Return (P,) bool: groups with equal rewards, or fewer than two: they give no advantages."""
+        """Return (P,) bool, True for zero-variance groups: their rewards are equal, or fewer than two."""
         return (compute_group_advantages(self.rewards) == 0).all(dim=1)
 
     def without_signal(self, config) -> Tensor:
-        """Return (P,) bool: the group is tied, or would be without the penalty for length."""
+        """Return (P,) bool, True for groups with zero variance, with or without the length penalty."""
         rewards = combine_and_clip(config, self.scores, self.per_function)
         return self.tied | (compute_group_advantages(rewards) == 0).all(dim=1)
 
     def select(self, kept: Tensor) -> "Groups":
-        """Return the groups where kept (P,) is True, with the reports of all calls."""
+        """Return the groups where kept (P,) is True, with the reports on all calls."""
         return replace(select(replace(self, reports=None), kept), reports=self.reports)
 
     def replace(self, which: Tensor, new: "Groups") -> "Groups":
-        """Return the groups where which (P,) is False, and behind them new ones."""
+        """Return the groups where which (P,) is False, followed by the new groups."""
         count = self.replaced + len(new.rewards)
         return replace(concatenate([replace(self.select(~which), replaced=0), new]), replaced=count)
 
 
 def shape_rewards(config, groups: Groups) -> Tensor:
-    """Compute the rewards (P, G): scores combined, clipped and penalised by length."""
+    """Compute the rewards (P, G) from scores: combine them, clip them, add the length penalty."""
     rewards = combine_and_clip(config, groups.scores, groups.per_function)
     if config.overlong != "penalise":
         return rewards
@@ -69,11 +69,11 @@ def shape_rewards(config, groups: Groups) -> Tensor:
 
 
 def combine_and_clip(config, scores: Tensor, per_function: dict[str, Tensor]) -> Tensor:
-    """Compute the rewards (P, G) without the penalty for length.
+    """Compute the rewards (P, G) without the length penalty.
 
-    With --reward_combination gdpo (arXiv:2601.05242) the scores are replaced, before advantages are taken, by
-        sum of weight * (r - mean(group)) / std(group)
-    so that a function whose rewards differ little counts as much as one whose rewards differ widely.
+    With --reward_combination gdpo (arXiv:2601.05242) the scores are replaced by
+        sum of weight * (r - mean(group)) / std(group), r: the rewards of a function
+    so that the influence of a function does not depend on the variance of its rewards.
     """
     if config.reward_combination == "gdpo":
         advantages = {}
@@ -91,32 +91,32 @@ class Experience:
     """A rollout with everything that its updates need. Tensors are (B, T), on the CPU.
 
     Log-probabilities of a token, in nats:
-        sampling_logp       of the rollout: when the token was sampled, by the sampler
-        trainer_logp        before the updates, by the trainer's forward pass; without one, sampling_logp
-        reference_logp      of the reference
-        old_logp            what the ratio of the loss divides by: sampling_logp; with --importance_cap
+        sampling_logp       by the sampler, when the token was sampled (a field of the rollout)
+        trainer_logp        by the trainer's forward pass before the updates; sampling_logp if there is none
+        reference_logp      by the reference
+        old_logp            the denominator of the ratio in the loss: sampling_logp, or with --importance_cap
                             trainer_logp
 
-    With a cap, batch multiplies the advantages by importance_weights: see grpo.importance_weights.
+    With --importance_cap, batch multiplies advantages by importance_weights: see grpo.importance_weights.
     """
 
     examples: list[dict]                # P
     rollout: Rollout
-    mask: Tensor                        # bool, tokens that are trained on
+    mask: Tensor                        # bool, True on tokens that are trained on
     advantages: Tensor
     trainer_logp: Tensor
     old_logp: Tensor
     reference_logp: Tensor | None = None
-    old_values: Tensor | None = None    # reward that the value head expected before each token
+    old_values: Tensor | None = None    # the value head's expected reward before each token
     returns: Tensor | None = None       # targets of the value head
     importance_weights: Tensor | None = None
-    groups: Groups | None = None        # None: demonstrations
+    groups: Groups | None = None        # None for demonstrations
     metrics: dict = field(default_factory=dict)
 
     def batch(
         self, rows: Tensor, aggregation: str = "token_mean", *, max_tokens: int | None = None
     ) -> "Batch":
-        """Return the batch of an update on rows (b,), with weights over all of them: see token_weights."""
+        """Return the batch of an update on rows (b,), with token_weights over all of them."""
         per_prompt = self.mask.reshape(len(self.rollout.prompt_ids), -1).sum(dim=1)              # (P,)
         group_tokens = per_prompt.repeat_interleave(len(self.mask) // len(per_prompt))[:, None]  # (B, 1)
         weights = torch.zeros(self.mask.shape)
@@ -128,29 +128,29 @@ class Experience:
 
     @property
     def by_token(self) -> bool:
-        """Return True if tokens of a completion differ in their advantage."""
+        """Return True if tokens of the same completion have different advantages."""
         return bool((self.advantages != self.advantages[:, :1]).any())
 
 
 @dataclass(kw_only=True)
 class Batch(Experience):
-    """The rows of one update on an experience: what Policy.forward_backward and its loss function read.
+    """The rows of one update on an experience: the input of Policy.forward_backward and of its loss function.
 
-    Tensors are (B, T), of the whole rollout; after select (b, T), of some rows. advantages are multiplied by
-    importance_weights.
+    Tensors are (B, T) and cover the whole rollout; after select they are (b, T) for some rows. advantages are
+    already multiplied by importance_weights.
     """
 
     rows: Tensor                        # (b,) indices of completions
     weights: Tensor                     # factor of each token in the loss
 
     def select(self, rows: Tensor, device="cpu") -> "Batch":
-        """Return the part of a whole batch that has these rows, with its tensors on a device."""
+        """Return the part of the batch with these rows, with its tensors on a device."""
         tensors = {name: x[rows].to(device) for name, x in vars(self).items()
                    if isinstance(x, Tensor) and name != "rows"}
         return replace(self, rows=rows, **tensors)
 
     def rows_with_gradient(self, *, of_policy_loss_alone: bool) -> Tensor:
-        """Return the rows with tokens to train on; for the policy loss alone, where A is not 0 as well."""
+        """Return the rows with tokens to train on; of_policy_loss_alone: with nonzero advantages only."""
         trained = self.mask[self.rows]
         if of_policy_loss_alone:
             trained = trained & (self.advantages[self.rows] != 0)
@@ -158,15 +158,15 @@ class Batch(Experience):
 
 
 def compute_experience(groups: Groups, advantages: Tensor, config, policy, reference=None) -> Experience:
-    """Compute what all updates on a rollout share, once and without gradient.
+    """Compute once, without gradient, everything that all updates on a rollout share.
 
-    advantages  (P, G) of the groups;  config  a GRPOConfig;  policy, reference  each a Policy; the reference
-                for a KL penalty, or None
+    advantages  (P, G) of the groups;  config  a GRPOConfig
+    policy, reference  each a Policy; reference is None without a KL penalty
     """
     rollout = groups.rollout
     mask = rollout.completion_mask & ~groups.rewards.reshape(-1, 1).isnan()      # (B, T), NaN: not scored
     if config.overlong == "mask":
-        mask = mask & rollout.finished[:, None]           # without completions that were cut
+        mask = mask & rollout.finished[:, None]           # exclude truncated completions
     advantages = advantages.float().reshape(-1, 1).expand(mask.shape)            # (B, T)
     logp = rollout.sampling_logp
     experience = Experience(groups.examples, rollout, mask, advantages, logp, logp, groups=groups)
@@ -174,10 +174,10 @@ def compute_experience(groups: Groups, advantages: Tensor, config, policy, refer
         experience.reference_logp = reference.log_probs(rollout).logp
     if config.importance_weight_cap or policy.value_head is not None or not policy.same_arithmetic:
         add_trainer_logp(experience, policy)
-    penalty = None                                        # (B, T), of rewards
+    penalty = None                                        # (B, T), to subtract from rewards
     if reference is not None and config.kl_in == "reward":
         penalty = kl_in_reward(experience, config.kl_coef)
-    if policy.value_head is not None:                     # in place of the group's advantages
+    if policy.value_head is not None:                     # replaces the group's advantages
         experience.advantages, experience.returns = token_advantages(
             config, groups.rewards.reshape(-1, 1), penalty, experience.old_values, mask, rollout.turn_points)
     elif penalty is not None:
@@ -190,7 +190,7 @@ def compute_experience(groups: Groups, advantages: Tensor, config, policy, refer
 
 
 def add_trainer_logp(experience: Experience, policy) -> None:
-    """Add log-probabilities and values by the trainer's forward pass, and compare with the sampler's.
+    """Add log-probabilities and values by the trainer's forward pass, and compare them with the sampler's.
 
     The metric sampler_deviation is the mean of |trainer / sampler - 1| over all sampled tokens.
     """
@@ -201,7 +201,7 @@ def add_trainer_logp(experience: Experience, policy) -> None:
 
 
 def kl_in_reward(experience: Experience, kl_coef: float) -> Tensor:
-    """Return what each token's KL to the reference takes from the reward, (B, T), with --kl_in reward."""
+    """Return the KL penalty of each token, (B, T), which --kl_in reward subtracts from the reward."""
     kl = kl_penalty(experience.trainer_logp, experience.reference_logp, estimator="k1")
     kl = torch.where(experience.mask, kl, 0.0)
     experience.metrics["kl"] = float(kl.sum() / experience.mask.sum())           # NaN: no token is trained on
@@ -209,18 +209,18 @@ def kl_in_reward(experience: Experience, kl_coef: float) -> Tensor:
 
 
 def penalty_advantages(penalty: Tensor, mask: Tensor, shape: torch.Size) -> Tensor:
-    """Return the advantages (B, 1) that penalties (B, T) of tokens add to those of the groups.
+    """Return the advantages (B, 1) of the penalties (B, T) of tokens, to be added to those of the rewards.
 
-    Centred within the group and not scaled, so that kl_coef means the same in all groups and in the loss:
-    divided by the standard deviation of almost equal rewards it would be enormous. Completions that are not
-    trained on have none: a 0 would shift the mean of the group.
+    They are centred within the group but not scaled, so that kl_coef has the same meaning in all groups and
+    in the loss: division by the std of almost equal rewards would make them enormous. Completions that are
+    not trained on are excluded (NaN), because a penalty of 0 would shift the mean of the group.
     """
     rewards = -penalty.sum(dim=1).masked_fill(~mask.any(dim=1), torch.nan)
     return compute_group_advantages(rewards.view(shape), scale="none").float().view(-1, 1)
 
 
 def add_importance_weights(experience: Experience, cap: float) -> None:
-    """Add the weights trainer / sampler, at most cap, and let ratios divide by the trainer's logp."""
+    """Add the weights min(trainer / sampler, cap), and make trainer_logp the denominator of ratios."""
     mask, experience.old_logp = experience.mask, experience.trainer_logp
     experience.importance_weights = importance_weights(
         experience.trainer_logp, experience.rollout.sampling_logp, mask, cap=cap)
@@ -231,15 +231,15 @@ def sampled_kl(logp: Tensor, batch: Batch, config) -> Tensor:
     """Estimate KL(policy || reference) (b, T) in nats, from logp (b, T) with gradient.
 
     ratio_k3 is k3 times the differentiable ratio exp(logp - trainer_logp). A ratio above the importance cap
-    becomes the cap, and its gradient shrinks by the same factor. With top-k or top-p, policy and reference
-    are truncated to tokens of their own, unlike in the exact KL.
+    is scaled down to the cap, and its gradient by the same factor. With top-k or top-p, the policy and the
+    reference are each truncated to their own likely tokens, unlike in the exact KL.
     """
     estimator = config.kl_estimator or "ratio_k3"
     if estimator != "ratio_k3":
         return kl_penalty(logp, batch.reference_logp, estimator=estimator)
     ratio = torch.where(batch.mask, logp - batch.trainer_logp, 0.0).clamp(-20, 20).exp()
     cap = config.importance_weight_cap or torch.inf
-    ratio = ratio * (cap / ratio.detach()).clamp(max=1)   # keeps the gradient
+    ratio = ratio * (cap / ratio.detach()).clamp(max=1)   # keeps a gradient
     return kl_penalty(logp, batch.reference_logp, estimator="k3", ratio=ratio)
 
 
@@ -257,7 +257,7 @@ def token_advantages(
 
     rewards      (B, 1) of completions, assigned to their last tokens
     penalty      (B, T) subtracted at each token, or None;  values, mask  (B, T)
-    turn_points  (B, T) the environment's part of the rewards, assigned to the last token of each turn
+    turn_points  (B, T) the environment's rewards of turns, assigned to the last token of each turn
     """
     last = torch.arange(mask.shape[1]) == completion_lengths(mask)[:, None] - 1  # (B, T)
     turn_rewards = torch.zeros(mask.shape)                                       # (B, T)
@@ -271,17 +271,17 @@ def token_advantages(
         token_rewards, values, mask, gamma=config.gae_gamma, lam=config.gae_lambda
     )
     if config.normalize_advantages and mask.sum() > 1:
-        # Centred as well as scaled: early in training the value head is wrong by about the same everywhere.
+        # Centred too: early in training the value head has about the same error on all tokens.
         scaled = (advantages - advantages[mask].mean()) / (advantages[mask].std() + 1e-8)
         advantages = torch.where(mask, scaled, 0.0)
     return advantages, returns
 
 
 def minibatches(config, num_rows: int, seed: int) -> Iterator[Tensor]:
-    """Yield the rows of each update on a rollout, for all --ppo_epochs: every row once per epoch.
+    """Yield the rows of each update on a rollout, over all --ppo_epochs: every row once per epoch.
 
-    Every epoch has a new order, if there are several minibatches. Groups stay together if --minibatch_size is
-    a multiple of their size; 0: all rows in one update.
+    With several minibatches, groups are shuffled in every epoch. They are not split if --minibatch_size is a
+    multiple of the group size; 0: all rows in one update.
     """
     size = config.minibatch_size or num_rows
     generator = torch.Generator().manual_seed(seed)

@@ -1,22 +1,22 @@
 """
 The mathematics of GRPO: tensors in, tensors out. No model, no files, no devices.
 
-A step calls compute_group_advantages and policy_loss (by default clipped_loss of each token, times the weight
-of the token). A new loss is a function and an entry of LOSSES, from which flags and explanations are read. It
-has to be 0 where the advantage is 0: such rows are not forwarded. loss_type selects only the loss; set the
-paper's baseline, sampling and clip range separately.
+A training step calls compute_group_advantages, then policy_loss: by default the sum of clipped_loss * weight
+over all tokens. To add a loss, write a function and an entry of LOSSES, the choices of --loss_type. The loss
+must be 0 where the advantage is 0, because such rows are not forwarded. loss_type selects only the loss; set
+the paper's baseline, sampling and clip range separately.
 
 Departures from the GRPO paper (arXiv:2402.03300):
-    - groups of equal rewards have advantages of exactly 0
+    - zero-variance groups, whose rewards are equal, have advantages of exactly 0
     - the default aggregation is DAPO's mean over tokens
-    - the KL in the loss is k3 times the ratio: kl_penalty says why
-    - weights of tokens are an argument, so that micro-batches add up to one big batch
+    - the KL in the loss is k3 times the ratio: kl_penalty explains why
+    - weights of tokens are an argument, so the losses of micro-batches add up to that of the whole batch
 
-Shapes: P prompts per step, G completions of each, B = P*G rows (or some of them), those of a prompt adjacent,
-T completion tokens, right-padded. Units: log-probabilities (logp) and KL in nats; rewards have none.
+Shapes: P prompts per step, G completions of each, B = P*G rows (or some of them) with the completions of a
+prompt adjacent, T completion tokens, right-padded. Units: logp (log-probabilities) and KL in nats.
 
-Formulas in the docstrings are Python expressions. Each function but policy_loss, token_loss, value_loss and
-gspo works alone, copied below `import torch` and `from torch import Tensor`; these need what they call.
+Formulas in docstrings are Python expressions. To copy a function out, put it below `import torch` and
+`from torch import Tensor`; only policy_loss, token_loss, value_loss and gspo call others of this file.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ def compute_group_advantages(
     rewards: Tensor, *, baseline: str = "group_mean", scale: str = "group", epsilon: float = 1e-8,
     global_mean: float | None = None,
 ) -> Tensor:
-    """Compare each completion with the others of its group.
+    """Compute advantages: compare the reward of each completion with those of its group.
 
         A = (r - mean(group)) / (std(group) + epsilon)    by default
         A = (r - b) / s                                   in general
@@ -47,19 +47,19 @@ def compute_group_advantages(
         global_mean    the argument        mean    mean(group) if mean(group) > 0 else inf
         leave_one_out  mean(siblings)      none    1
 
-    group are the rewards of its group, siblings those of the others in it, everything those of all groups.
+    group: the rewards of the completion's group; siblings: the group without r; everything: all groups.
 
-    rewards  (P, G), a tensor or lists; NaN where a completion could not be scored: it takes no part in b or s
-             and gets 0
+    rewards  (P, G), a tensor or lists; NaN for a completion that could not be scored, which is excluded from
+             b and s, and has an advantage of 0
     global_mean  the baseline of that name, such as the mean over a run; None: mean(everything)
-    returns  (P, G) float32 (float64 for float64 rewards), in multiples of s, or as rewards if scale="none".
-             A tied group (max - min <= 1e-6 * max(1, |max|)) comes back as exact zeros, and so does one with
-             fewer than two scored completions. Under group_mean and leave_one_out rows sum to 0.
+    returns  (P, G) float32 (float64 for float64 rewards). Exactly 0 in zero-variance ("tied") groups, where
+             max - min <= 1e-6 * max(1, |max|), and in groups with fewer than two scored completions. With
+             group_mean or leave_one_out each row sums to 0.
 
     std divides by n - 1 (torch's default): a group of two gets about +0.71 and -0.71. The result is not
-    centred again: that would cancel the choice of baseline. GRPO: arXiv:2402.03300 sec. 4.1.2; scale="none":
+    centred again, which would cancel the choice of baseline. GRPO: arXiv:2402.03300 sec. 4.1.2; scale="none":
     Dr. GRPO, arXiv:2503.20783; leave_one_out: RLOO, arXiv:2402.14740 sec. 2.2; scale="mean": MaxRL, for
-    rewards from 0 up, arXiv:2602.02710. docs/algorithm.md, Which one?, compares them.
+    rewards >= 0, arXiv:2602.02710. docs/algorithm.md (Which one?) compares them.
     """
     rewards = torch.as_tensor(rewards)
     if rewards.ndim != 2 or rewards.shape[1] < 2:
@@ -74,7 +74,7 @@ def compute_group_advantages(
 
     b = mean                                              # baseline="group_mean"
     if baseline == "group_median":
-        b = rewards.nanquantile(0.5, dim=1, keepdim=True)            # between the two middle ones
+        b = rewards.nanquantile(0.5, dim=1, keepdim=True)            # G even: mean of the middle two
     elif baseline == "global_mean":
         b = rewards.nanmean() if global_mean is None else global_mean
     elif baseline == "leave_one_out":
@@ -86,17 +86,17 @@ def compute_group_advantages(
     if scale == "batch":
         s = ((rewards - rewards.nanmean()).square().nansum() / (count.sum() - 1)).sqrt() + epsilon
     elif scale == "mean":
-        s = torch.where(mean > 0, mean, torch.inf)                               # dividing by inf: zeros
+        s = torch.where(mean > 0, mean, torch.inf)                               # r / inf is 0
     elif scale == "none":
         s = 1.0
     elif scale != "group":
         raise ValueError(f"{scale=}: must be one of group, batch, mean, none")
 
-    # Ties are found in the rewards, not in the result: the float32 mean of eight 0.7s is not 0.7,
-    # and that last bit divided by a tiny std would pass for an advantage of 0.8.
+    # Equal rewards are detected before the division: the float32 mean of eight 0.7s is not exactly 0.7,
+    # and this rounding error divided by a tiny std would give an advantage of 0.8.
     highest = rewards.masked_fill(~scored, -torch.inf).amax(dim=1, keepdim=True)
     lowest = rewards.masked_fill(~scored, torch.inf).amin(dim=1, keepdim=True)
-    tied = highest - lowest <= 1e-6 * highest.abs().clamp(min=1)                 # (P, 1), also if count < 2
+    tied = highest - lowest <= 1e-6 * highest.abs().clamp(min=1)                 # (P, 1), True if count < 2
     return torch.where(scored & ~tied, (rewards - b) / s, 0.0)
 
 
@@ -107,18 +107,18 @@ def policy_loss(
     logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor, weights: Tensor | None = None, *,
     loss_type: str = "dapo", **options,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute the loss whose gradient raises the probability of completions with positive advantage.
+    """Compute the policy loss. Minimising it makes completions with positive advantages more likely.
 
-    logp        (B, T) nats, with gradient;  old_logp  (B, T) nats, anything where mask is False
-    advantages  (B,), (B, 1) or (B, T);      mask      (B, T) bool, True on tokens that the policy chose
-    weights     (B, T) factor of each token's loss: see token_weights; None: those of the loss type, over the
-                rows given
+    logp        (B, T) nats, with gradient;  old_logp  (B, T) nats, any value where mask is False
+    advantages  (B,), (B, 1) or (B, T);      mask      (B, T) bool, True on tokens that the policy sampled
+    weights     (B, T) factor of each token's loss, see token_weights; None: computed over these rows, as the
+                loss type averages
     loss_type   a key of LOSSES;  options  clip_low, clip_high, off_policy_limit and others: see token_loss
     returns     loss, a scalar; and statistics (B, T) without gradient, to be averaged over tokens:
-                clip_fraction    1 where the gradient was clipped, or the ratio capped
+                clip_fraction    1 where the gradient was removed or the weight capped
                 ratio_deviation  |ratio - 1|
-                approx_kl        ratio - 1 - log(ratio), nats: its mean estimates the KL from the policy that
-                                 old_logp belongs to
+                approx_kl        ratio - 1 - log(ratio), nats: its mean estimates KL(old || policy), where
+                                 old is the policy of old_logp
     """
     token_losses, clipped, log_ratio = token_loss(                               # (B, T) each
         logp, old_logp, advantages, mask, loss_type=loss_type, **options)
@@ -136,13 +136,13 @@ def token_loss(
     logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor, *, loss_type: str = "dapo",
     clip_low: float = 0.2, clip_high: float = 0.2, off_policy_limit: float = torch.inf, **options: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the loss of each token, whether it was clipped or its weight capped, and log_ratio.
+    """Compute for each token the loss, whether it was clipped (or its weight capped), and log_ratio.
 
     logp, old_logp, advantages, mask  as for policy_loss
-    clip_low, clip_high  the ratio is clipped to 1 - clip_low ... 1 + clip_high; cispo: the upper limit alone
+    clip_low, clip_high  the ratio is clipped to 1 - clip_low ... 1 + clip_high; cispo: only the upper limit
     off_policy_limit     nats: see too_unlikely
-    options    of the loss type: the parameters of its function after *, such as dual_clip=3.0 of dapo
-    returns    (B, T) each: loss, in the unit of advantages; bool; logp - old_logp, 0 where mask is False
+    options    options of the loss type: the parameters of its function after *, such as dual_clip=3.0 of dapo
+    returns    (B, T) each: loss; clipped, bool; log_ratio = logp - old_logp, 0 where mask is False
     """
     assert logp.shape == old_logp.shape == mask.shape, f"{logp.shape=} {old_logp.shape=} {mask.shape=}"
     if loss_type not in LOSSES:
@@ -153,7 +153,7 @@ def token_loss(
     if advantages.shape not in (mask.shape, (len(mask), 1)):
         raise ValueError(
             f"advantages must be (B,), (B, 1) or (B, T), got {tuple(advantages.shape)} for (B, T) = "
-            f"{tuple(mask.shape)}; flatten those of compute_group_advantages, (P, G), by .view(-1, 1)")
+            f"{tuple(mask.shape)}; use .view(-1, 1) on the (P, G) result of compute_group_advantages")
     # Mask before exp(): padding may hold -inf, and nan * 0 is nan, in the gradient as well.
     log_ratio = torch.where(mask, logp - old_logp, 0.0)                          # (B, T), 0 on policy
     loss, clipped = LOSSES[loss_type].per_token(                                 # (B, T) each
@@ -168,21 +168,21 @@ def clipped_loss(
     log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, *, dual_clip: float = torch.inf,
     **unused,
 ) -> tuple[Tensor, Tensor]:
-    """Compute PPO's clipped loss (arXiv:1707.06347 eq. 7), with dual_clip that of arXiv:1912.09729 eq. 5.
+    """Compute PPO's clipped loss (arXiv:1707.06347 eq. 7), or with dual_clip arXiv:1912.09729 eq. 5.
 
         -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A)
 
-    and with dual_clip
+    With dual_clip:
 
         -max(min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A), dual_clip * A if A < 0 else -inf)
 
-    log_ratio (B, T);  advantages (B, 1) or (B, T). Returns loss and clipped, (B, T) each; unused holds what
-    only other losses take.
+    log_ratio (B, T);  advantages (B, 1) or (B, T). Returns loss and clipped, (B, T) each. unused holds
+    arguments that only other losses use.
     """
-    if advantages.shape not in (log_ratio.shape, (len(log_ratio), 1)):           # (1, G) would fit T = G
+    if advantages.shape not in (log_ratio.shape, (len(log_ratio), 1)):  # (1, G) would broadcast if T = G
         raise ValueError(f"advantages {tuple(advantages.shape)} must be (B, 1) or (B, T): .view(-1, 1)")
-    # The gradient is 0 for a token whose ratio has left the interval in the direction of A; outside on the
-    # other side it has one, unless dual_clip removes it: where A < 0 and the ratio is large.
+    # Once the ratio has left the interval in the direction that A rewards, the gradient is 0. On the other
+    # side of the interval it is not, unless dual_clip removes it: there A < 0 and the ratio is large.
     ratio = log_ratio.clamp(-20, 20).exp()                # at most e^20: inf * 0 would be NaN
     unclipped = ratio * advantages
     gain = torch.minimum(unclipped, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
@@ -194,11 +194,11 @@ def clipped_loss(
 
 
 def too_unlikely(log_ratio: Tensor, advantages: Tensor, mask: Tensor, off_policy_limit: float) -> Tensor:
-    """Select the tokens with negative advantages in completions that have become too unlikely.
+    """Select tokens with negative advantages in completions that have become too unlikely since sampling.
 
         A < 0 and mean(old_logp - logp) > off_policy_limit
 
-    The mean runs over a completion: arXiv:2512.02556 eq. 9. Returns bool, in the shape of advantages.
+    The mean is taken over the completion (arXiv:2512.02556 eq. 9). Returns bool, in the shape of advantages.
     """
     lengths = mask.sum(dim=1, keepdim=True).clamp(min=1)
     distance = -log_ratio.detach().sum(dim=1, keepdim=True) / lengths            # (B, 1)
@@ -211,15 +211,15 @@ def token_weights(
 ) -> Tensor:
     """Compute the factor of each token in the loss of an update: loss = (token_losses * weights).sum().
 
-        token_mean      1 / num_tokens                      tokens weigh the same
-        sequence_mean   1 / length / num_sequences          completions weigh the same
-        prompt_mean     1 / group_tokens / num_prompts      prompts weigh the same
+        token_mean      1 / num_tokens                      all tokens have equal weight
+        sequence_mean   1 / length / num_sequences          all completions have equal weight
+        prompt_mean     1 / group_tokens / num_prompts      all prompts have equal weight
         constant        1 / (num_sequences * max_tokens)
 
-    Weights are computed once, over all rows of an update, so the losses of micro-batches add up. length is
-    the number of a row's tokens where mask is True, num_tokens that of all rows, num_sequences the number of
-    rows with any. If rows of a group are in another update, the group counts in num_prompts by the share of
-    its tokens that are here.
+    Weights are computed once over all rows of an update, so the losses of micro-batches add up. Only tokens
+    where mask is True count: length is their number in a row, num_tokens their number in all rows, and
+    num_sequences the number of rows that have any. In num_prompts, a group that is split between updates
+    counts by the share of its tokens in this one.
 
     mask          (B, T) bool
     group_tokens  (B, 1) tokens of all completions of the row's prompt; None: the rows are one group
@@ -246,7 +246,7 @@ def token_weights(
 
 
 def weighted_loss(x: Tensor, weights: Tensor) -> Tensor:
-    """Add up x * weights, (B, T) each. Where the weight is 0, x may be -inf or NaN; its gradient may not."""
+    """Sum x * weights, (B, T) each. Where a weight is 0, x may be -inf or NaN, but its gradient may not."""
     assert x.shape == weights.shape, f"{x.shape=} {weights.shape=}"
     return (torch.where(weights != 0, x, 0.0) * weights).sum()
 
@@ -262,15 +262,15 @@ def kl_penalty(
         k2   x**2 / 2
         k3   exp(x) - x - 1
 
-    If there is a ratio, the result is multiplied by it.
+    If ratio is given, the result is multiplied by it.
 
     logp, ref_logp  (B, T) nats
     ratio           (B, T) exp(logp - logp before the updates) with its gradient, or None
     returns         (B, T) nats; k2 and k3 are never negative
 
-    In a loss the gradient counts, not the value. On policy, on average at each position, it is 0 for k1; that
-    of KL(policy || reference) for k2 and for ratio * k3; and that of KL(reference || policy) for k3. So pass
-    ratio where the penalty is part of a loss. J. Schulman, "Approximating KL divergence", 2020.
+    In a loss only the gradient matters. On policy, its expectation at each position is 0 for k1, the gradient
+    of KL(policy || reference) for k2 and ratio * k3, and that of KL(reference || policy) for k3. So pass
+    ratio if the penalty is a term of a loss. J. Schulman, "Approximating KL divergence", 2020.
     """
     assert logp.shape == ref_logp.shape, f"{logp.shape=} {ref_logp.shape=}"
     x = ref_logp - logp
@@ -281,7 +281,7 @@ def kl_penalty(
 
 
 def overlong_penalty(lengths: Tensor, *, max_tokens: int, buffer: int) -> Tensor:
-    """Compute what to add to rewards of completions near the limit, linear over the last `buffer` tokens.
+    """Compute the penalty to add to rewards: it falls linearly from 0 to -1 over the last `buffer` tokens.
 
         min(0, (max_tokens - buffer - length) / buffer)
 
@@ -292,14 +292,14 @@ def overlong_penalty(lengths: Tensor, *, max_tokens: int, buffer: int) -> Tensor
 
 
 def importance_weights(trainer_logp: Tensor, sampling_logp: Tensor, mask: Tensor, *, cap: float) -> Tensor:
-    """Compute factors of advantages that correct for a sampler, such as vLLM, that computes otherwise.
+    """Compute factors for advantages that correct for a sampler, such as vLLM, with other rounding.
 
         min(exp(trainer_logp - sampling_logp), cap)
 
-    A weight is trainer / sampler, at the same parameters; a ratio is policy now / policy before the updates.
-    Weights are not negative, so multiplying the advantages by them multiplies every loss of LOSSES.
+    This weight is trainer / sampler at the same parameters; the ratio is policy now / policy before updates.
+    Weights are not negative, so with advantages * weight every loss of LOSSES is multiplied by the weight.
 
-    trainer_logp, sampling_logp  (B, T) nats before the first update; anything in padding
+    trainer_logp, sampling_logp  (B, T) nats, before the first update; any value in padding
     returns  (B, T) without gradient, 1 in padding. Truncated importance sampling: Ionides 2008, JCGS 17.
     """
     assert trainer_logp.shape == sampling_logp.shape, f"{trainer_logp.shape=} {sampling_logp.shape=}"
@@ -317,7 +317,7 @@ def value_loss(
 
         0.5 * max((V - R)**2, (clip(V, old_V - c, old_V + c) - R)**2) * weight
 
-    summed over the tokens where mask is True; c is the argument clip.
+    The result is summed over the tokens where mask is True; c is the argument clip.
 
     values (with gradient), old_values, returns  (B, T): V, old_V, R;  mask  (B, T) bool
     weights  (B, T) as for policy_loss; None: a mean over tokens
@@ -339,10 +339,10 @@ def generalized_advantage_estimation(
         A        delta + gamma * lam * next_A
         R        A + V
 
-    for every token, from the last to the first; after the last one next_V and next_A are 0.
+    This is computed from the last token to the first; after the last token next_V and next_A are 0.
 
-    rewards, values  (B, T), r and V: V is the reward that is expected before a token
-    mask             (B, T) bool; tokens that the policy did not choose are skipped: next is the next chosen
+    rewards, values  (B, T), r and V: V is the expected reward before a token
+    mask             (B, T) bool, True on tokens that the policy sampled; all others are skipped
     returns          advantages A and value targets R: (B, T), 0 where mask is False; no gradient
 
     lam=1 gives return minus value, lam=0 the one-step TD error. arXiv:1506.02438 eq. 16.
@@ -361,21 +361,21 @@ def generalized_advantage_estimation(
 
 
 # ---- other losses ------------------------------------------------------------------------------------------
-# token_loss gives each function logp, log_ratio (both 0 where mask is False), advantages, mask, clip_low and
-# clip_high, with advantages (B, 1) or (B, T). Parameters after * are options, with bounds in LOSSES; unused
-# holds what only other losses take.
-# Each returns (B, T) the loss, and clipped (bool): its gradient is 0, or the weight of the token is capped.
+# token_loss passes to each function logp and log_ratio (both 0 where mask is False), advantages (B, 1) or
+# (B, T), mask, clip_low and clip_high. Parameters after * are options, with bounds in LOSSES; unused holds
+# arguments that only other losses use. Each function returns, (B, T) each, the loss and clipped: True if the
+# gradient is 0 or the weight of the token is capped.
 
 
 def gspo(
     log_ratio: Tensor, advantages: Tensor, mask: Tensor, clip_low: float, clip_high: float, *,
     dual_clip: float = torch.inf, **unused,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the clipped loss with the geometric mean of a completion's ratios (arXiv:2507.18071 eq. 5, 7).
+    """Clip the geometric mean of a completion's ratios, not those of tokens (arXiv:2507.18071 eq. 5, 7).
 
         -min(sequence_ratio * A, clip(sequence_ratio, 1 - clip_low, 1 + clip_high) * A)
 
-    The clip is far narrower than for tokens: the paper takes 3e-4 and 4e-4. dual_clip as in clipped_loss.
+    The clip range is far narrower than for tokens: the paper uses 3e-4 and 4e-4. dual_clip: see clipped_loss.
     """
     lengths = mask.sum(dim=1, keepdim=True).clamp(min=1)                         # (B, 1)
     mean_log_ratio = (log_ratio.sum(dim=1, keepdim=True) / lengths).expand_as(mask)
@@ -385,18 +385,18 @@ def gspo(
 def cispo(
     logp: Tensor, log_ratio: Tensor, advantages: Tensor, clip_high: float, **unused
 ) -> tuple[Tensor, Tensor]:
-    """Cap the weight of a token and keep its gradient (arXiv:2506.13585 eq. 4 and 5).
+    """Cap the weight of a token, but keep its gradient (arXiv:2506.13585 eq. 4 and 5).
 
         -sg(min(ratio, 1 + clip_high)) * A * logp
 
-    sg is stop-gradient. There is no lower limit, and the cap is meant to be high: clip_high of 4 or so.
+    sg is stop-gradient. There is no lower limit, and the cap is meant to be high: set clip_high to about 4.
     """
     ratio = log_ratio.detach().clamp(-20, 20).exp()
     return -ratio.clamp(max=1 + clip_high) * advantages * logp, ratio > 1 + clip_high
 
 
 def reinforce(logp: Tensor, advantages: Tensor, **unused) -> tuple[Tensor, Tensor]:
-    """Compute the loss of REINFORCE, right on policy only: for one update per rollout (Williams 1992).
+    """Compute the loss of REINFORCE (Williams 1992), which is correct only for one update per rollout.
 
         -A * logp
     """
@@ -406,7 +406,7 @@ def reinforce(logp: Tensor, advantages: Tensor, **unused) -> tuple[Tensor, Tenso
 def sapo(
     log_ratio: Tensor, advantages: Tensor, *, tau_positive: float = 1.0, tau_negative: float = 1.05, **unused
 ) -> tuple[Tensor, Tensor]:
-    """Let the gradient fade with the distance of the ratio from 1, in place of a clip (arXiv:2511.20347).
+    """Reduce the gradient smoothly with the distance of the ratio from 1, without a clip (arXiv:2511.20347).
 
         -4 / tau * sigmoid(tau * (ratio - 1)) * A
         tau  tau_positive if A > 0 else tau_negative
@@ -423,8 +423,8 @@ def dppo(
 
         -ratio * A if sign(A) * (exp(logp) - exp(old_logp)) <= delta else 0
 
-    The difference is a lower bound of the total variation between the policies at that position. A ratio is
-    no such bound: a token that went from 0.001 to 0.002 has doubled, and hardly anything has moved.
+    The absolute difference is a lower bound of the total variation between the policies at that position.
+    The ratio is not: when a probability rises from 0.001 to 0.002, it is 2, but the policies hardly differ.
     """
     ratio = log_ratio.clamp(-20, 20).exp()
     moved = logp.detach().exp() - (logp - log_ratio).detach().exp()
@@ -439,7 +439,7 @@ def icepop(
 
         -ratio * A if alpha <= ratio <= beta else 0
 
-    One ratio, policy / sampler, takes the place of the paper's two, and of its clip.
+    One ratio, policy / sampler, replaces the two ratios of the paper and its clip.
     """
     ratio = log_ratio.clamp(-20, 20).exp()
     clipped = (ratio < alpha) | (ratio > beta)
@@ -449,11 +449,11 @@ def icepop(
 def sequence_mask(
     logp: Tensor, log_ratio: Tensor, advantages: Tensor, *, alpha: float = 0.0, beta: float = 3.0, **unused
 ) -> tuple[Tensor, Tensor]:
-    """Weigh a completion by the product of its ratios, and drop it outside alpha ... beta (as TRL with vLLM).
+    """Weight a completion by the product of its ratios; drop it outside alpha ... beta (as TRL with vLLM).
 
         -sg(product) * A * logp if alpha <= product <= beta else 0
 
-    Without the limits the sampler gives its gradient no bias, and a variance that grows with the length.
+    Without limits the gradient would be unbiased for any sampler, with a variance that grows with the length.
     """
     product = log_ratio.detach().sum(dim=1, keepdim=True).clamp(-20, 20).exp().expand_as(logp)
     clipped = (product < alpha) | (product > beta)
@@ -462,12 +462,12 @@ def sequence_mask(
 
 @dataclass(frozen=True)
 class Loss:
-    """An entry of LOSSES. The docstring of the function has its formula, its parameters say what it reads."""
+    """An entry of LOSSES. The docstring of per_token has the formula; its parameters are what it reads."""
 
     per_token: Callable
     aggregation: str                                      # see token_weights
     bounds: dict = field(default_factory=dict)            # option -> its least and its largest value
-    corrects_sampler: bool = False                        # its ratio is policy / sampler already
+    corrects_sampler: bool = False                        # its ratio is already policy / sampler
 
 
 DUAL_CLIP = {"dual_clip": (1.0, torch.inf)}

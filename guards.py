@@ -1,6 +1,6 @@
 """
-Guards against wrong input, for data.py: rows that are not examples, text that a chat template leaves out,
-special tokens in a user's text. Each function raises ValueError, one line, or returns the corrected input.
+Validation of input, for data.py: rows that are not examples, text that a chat template omits, special tokens
+in a user's text. Each function raises ValueError with one line, or returns the corrected input.
 """
 
 import ast
@@ -11,7 +11,7 @@ from contextlib import suppress
 from functools import lru_cache
 from itertools import islice
 
-# What an assistant's message may hold beside its content.
+# Keys of an assistant's message beside content.
 OUTPUT = "tool_calls", "function_call", "reasoning_content", "reasoning", "thinking"
 CLOCK = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")               # in a chat template
 
@@ -28,7 +28,7 @@ def require_sequence(source) -> Sequence:
 def parse_json(content: bytes):
     """Parse JSON in UTF-8, with or without a byte-order mark.
 
-    Raises ValueError, also for half of a surrogate pair, which cannot be encoded as tokens.
+    Raises ValueError, also for an unpaired surrogate, which cannot be encoded as tokens.
     """
     text = content.decode("utf-8-sig")
     try:
@@ -41,7 +41,7 @@ def parse_json(content: bytes):
 
 
 class Row(dict):
-    """An example that records in `read` which columns `get` has read, so that a run can name the others."""
+    """An example that records in `read` which columns `get` has read, so that a run can list the unused."""
 
     def __init__(self, columns: Mapping, read: Iterable[str] = ()):
         super().__init__(columns)
@@ -56,7 +56,7 @@ class Row(dict):
 
 
 def as_value(value):
-    """Return a cell in types of Python: bytes as text, arrays and tensors as lists or numbers."""
+    """Return a cell as Python types: bytes as text, arrays and tensors as lists or numbers."""
     if isinstance(value, bytes):
         return value.decode(errors="replace")
     if isinstance(value, list):
@@ -71,7 +71,7 @@ def as_value(value):
 def validate_examples(source: str | Sequence, rows: Iterable[dict], limit: int | None = None) -> list[dict]:
     """Return the first `limit` rows (None or 0: all), each as validate_example returns it.
 
-    Raises ValueError, which names the source and the number of the row.
+    Raises ValueError that names the source and the number of the row.
     """
     name = source if isinstance(source, str) else "dataset"
     examples = []
@@ -86,11 +86,11 @@ def validate_examples(source: str | Sequence, rows: Iterable[dict], limit: int |
 
 
 def validate_example(row: dict) -> dict:
-    """Return a row with columns of the types that the program reads. Raises ValueError for other types.
+    """Return a row whose columns have the types that the program reads. Raises ValueError for other types.
 
-        prompt      text or chat messages; the assistant's last message becomes the completion
-        completion  text, or the messages of a conversation, also one with more than content; None if blank
-        answer      text, a list or a dict: 72 becomes "72", an array its elements
+        prompt      text or chat messages; a last message of the assistant becomes the completion
+        completion  text, or the messages of a conversation or with more than content; None if blank
+        answer      text, a list or a dict; 72 becomes "72", and an array a list
     """
     prompt, completion = messages_in_text(row["prompt"]), messages_in_text(row.get("completion"))
     if isinstance(prompt, list):
@@ -98,7 +98,7 @@ def validate_example(row: dict) -> dict:
         if prompt and prompt[-1]["role"] == "assistant":
             last_turn = [prompt.pop()]
             if completion is not None and read_completion(completion) != read_completion(last_turn):
-                raise ValueError("a completion, and a prompt that ends with one; leave one out")
+                raise ValueError("there is a completion, and the prompt ends with another one; remove one")
             completion = last_turn
     elif not isinstance(prompt, str):
         raise ValueError(f"the prompt must be text or chat messages, not {type(prompt).__name__}: {prompt!r}")
@@ -115,9 +115,9 @@ def validate_example(row: dict) -> dict:
 
 
 def read_completion(completion) -> str | list[dict] | None:
-    """Return a completion: text, also of an assistant's message alone, or the messages of a conversation.
+    """Return a completion: the messages of a conversation; or text, also for a single assistant's message.
 
-    A message with one of OUTPUT stays a message. Blank text is no completion: None.
+    A message with one of the keys OUTPUT stays a message. For blank text the result is None.
     """
     if isinstance(completion, str):
         return completion if completion.strip() else None
@@ -132,8 +132,8 @@ def read_completion(completion) -> str | list[dict] | None:
     blank = [message for message in messages if not any(map(message.get, ("content", *OUTPUT)))]
     if blank or own != [True, False] * (len(own) // 2) + [True]:
         raise ValueError(
-            "the completion must be text, an assistant's message, or such messages with others between "
-            f"them, not {completion!r}")
+            "the completion must be text, an assistant's message, or several with one other message between "
+            f"each two, not {completion!r}")
     return messages
 
 
@@ -141,9 +141,9 @@ def read_completion(completion) -> str | list[dict] | None:
 
 
 def read_message(message, role: str | None = None) -> dict:
-    """Return a chat message of which the content is text (or None, beside tool calls), without null entries.
+    """Return a chat message whose content is text (or None, if it has tool calls), without null entries.
 
-    Raises ValueError for parts without text, such as images. role: of a message without one
+    Raises ValueError for parts without text, such as images. role: used if the message has none
     """
     if isinstance(message, dict) and role:
         message = {"role": role} | message
@@ -153,7 +153,7 @@ def read_message(message, role: str | None = None) -> dict:
 
 
 def text_of_parts(content: str | list | None) -> str | None:
-    """Return the text of a message's content, which may be in parts. Raises ValueError for other parts."""
+    """Return the text of a message's content, which may be in parts. Raises ValueError for non-text parts."""
     if content is None or isinstance(content, str):
         return content
     texts = []
@@ -163,13 +163,13 @@ def text_of_parts(content: str | list | None) -> str | None:
         if not isinstance(texts[-1], str):
             raise ValueError(
                 f"the content of a message must be text or parts such as {{'type': 'text', 'text': '...'}}, "
-                f"not {part!r:.60}; change it, or leave the row out")
+                f"not {part!r:.60}; change it, or remove the row")
     return "".join(texts)
 
 
 def without_nulls(value, name: str = ""):
-    """Return a JSON value without null entries, which Parquet adds. `arguments` and `parameters` in text
-    become objects.
+    """Return a JSON value without null entries, which Parquet adds, and with textual `arguments` and
+    `parameters` parsed.
     """
     if name in ("arguments", "parameters"):
         with suppress(ValueError):
@@ -181,7 +181,7 @@ def without_nulls(value, name: str = ""):
 
 
 def read_tools(tokenizer, tools) -> list[dict] | None:
-    """Return a row's tools, a list or JSON text, as chat templates expect them; None for something else."""
+    """Return a row's tools, a list or JSON text, as chat templates expect them; None for anything else."""
     with suppress(ValueError):
         tools = json.loads(tools) if isinstance(tools, str) else tools
     if not isinstance(tools, list) or not tools or not all(isinstance(tool, dict) for tool in tools):
@@ -191,7 +191,7 @@ def read_tools(tokenizer, tools) -> list[dict] | None:
 
 
 def messages_in_text(text):
-    """Return the chat messages in a text of JSON or Python, such as a cell of a CSV file; else the text."""
+    """Return the chat messages if a text is JSON or Python of messages, such as a CSV cell; else the text."""
     if isinstance(text, str) and re.match(r"\s*\[\s*\{", text):
         for parse in json.loads, ast.literal_eval:        # pandas writes the second
             with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
@@ -202,10 +202,10 @@ def messages_in_text(text):
 
 
 def apply_template(tokenizer, messages: list[dict], tools: list | None, **options) -> str:
-    """Return the text that the chat template makes of messages, in the first form that it accepts and writes.
+    """Render messages with the chat template, in the first of three forms that the template handles.
 
-    As they are; with `arguments` as JSON text, which some templates add to text (DeepSeek); with content in
-    parts, which those of some vision models expect. Raises ValueError, with the problem of the first form.
+    The forms: unchanged; with `arguments` as JSON text, for templates that append them to text (DeepSeek);
+    with content in parts, for some vision models. Raises ValueError with the problem of the first form.
     """
     tools, problems = tools or getattr(tokenizer, "tools", None), []
     options |= tokenizer.init_kwargs.get("chat_template_kwargs", {})
@@ -215,12 +215,12 @@ def apply_template(tokenizer, messages: list[dict], tools: list | None, **option
         try:
             text = tokenizer.apply_chat_template(
                 form, tools, chat_template=dated_template(tokenizer, tools), tokenize=False, **options)
-            text.encode()                                 # half of a surrogate pair cannot be tokenised
+            text.encode()                                 # an unpaired surrogate cannot be tokenised
             if form is in_parts and any(str(message["content"]) in text for message in form):
-                raise ValueError("it writes lists of parts as Python does")
+                raise ValueError("it writes lists of parts as Python literals")
             problem = lost_text(messages, text)
-        except Exception as error:                        # a template may do anything
-            problem = f"the chat template refuses the prompt {messages!r:.80}...: {error}"
+        except Exception as error:                        # a template may raise anything
+            problem = f"the chat template rejects the prompt {messages!r:.80}...: {error}"
         if not problem:
             return text
         problems.append(problem)
@@ -228,35 +228,35 @@ def apply_template(tokenizer, messages: list[dict], tools: list | None, **option
 
 
 def dated_template(tokenizer, tools: list | None) -> str:
-    """Return the chat template with the day tokenizer.today, on which a run began, in place of the clock."""
+    """Return the chat template with the fixed day tokenizer.today, when a run began, instead of the clock."""
     template = tokenizer.get_chat_template(tools=tools)
     today = getattr(tokenizer, "today", None)
     return CLOCK.sub(lambda call: repr(today.strftime(call[2])), template) if today else template
 
 
 def arguments_as_text(entries: dict) -> dict:
-    """Return an object of JSON with its `arguments`, if it has some, as text of JSON."""
+    """Return a JSON object with its `arguments`, if it has any, as JSON text."""
     if isinstance(arguments := entries.get("arguments"), dict):
         return entries | {"arguments": json.dumps(arguments, ensure_ascii=False)}
     return entries
 
 
 def lost_text(messages: list[dict], rendered: str) -> str:
-    """Return a line if a rendered text lacks the text of a message, "" if not: templates skip unknown roles.
+    """Return an error message if a rendered text lacks a message (templates skip unknown roles), else "".
 
-    An assistant's message may lose its thoughts (Qwen 3), and a tool's may be written as JSON.
+    Not checked: assistants' messages, which may lose their thoughts (Qwen 3), and tools', written as JSON.
     """
     for message in messages:
         role, text = message["role"], message.get("content") or ""
         if text.strip() not in rendered and role not in ("assistant", "tool"):
             return (
-                f"the prompt leaves out the {role}'s message {text!r:.60}: the chat template does not write "
-                "its role; change it, or pass another --chat_template")
+                f"the prompt lacks the {role}'s message {text!r:.60}: the chat template does not write its "
+                "role; change the role, or pass another --chat_template")
     return ""
 
 
 def without_special_tokens(tokenizer, messages: list[dict]) -> list[dict]:
-    """Return messages, or tools, with the text of special tokens removed from all but the assistant's.
+    """Return messages, or tools, with the text of special tokens removed from all but assistants' messages.
 
     A question that contains "<|im_end|>" must not end its turn.
     """
@@ -268,7 +268,7 @@ def without_special_tokens(tokenizer, messages: list[dict]) -> list[dict]:
         if isinstance(value, dict):
             return value if value.get("role") == "assistant" else {key: clean(x) for key, x in value.items()}
         while isinstance(value, str) and pattern.search(value):
-            value = pattern.sub("", value)                # <|im_<|im_end|>end|> has another one
+            value = pattern.sub("", value)                # <|im_<|im_end|>end|> leaves another
         return value
 
     return clean(messages)
@@ -276,7 +276,7 @@ def without_special_tokens(tokenizer, messages: list[dict]) -> list[dict]:
 
 @lru_cache(maxsize=8)
 def special_token_pattern(tokenizer, version: tuple) -> re.Pattern:
-    """Return a pattern of the texts of all special tokens. version: changes when tokens are added."""
+    """Return a pattern for the texts of all special tokens. version: a cache key, changed by added tokens."""
     texts = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     texts = {*texts, *tokenizer.all_special_tokens} - {""}
     return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)")

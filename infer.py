@@ -5,9 +5,9 @@ Ask a language model, evaluate it, or report on runs.
     python infer.py --model_path RUN/final --evaluate arithmetic --limit 256
     python infer.py --report RUN
 
---evaluate prints accuracy, where answers are known, and the mean of each reward function, with 95 %
-intervals; with several --samples of each problem also pass@k and majority@n. --json FILE writes these and all
-completions, also for prompts without answers. Not supported: chat and serving, which transformers has.
+--evaluate prints the accuracy, if answers are known, and the mean of each reward function, with 95 %
+intervals; with several --samples per problem also pass@k and majority@n. --json FILE writes these and all
+completions, also for prompts without answers. Not supported: chat and serving; use transformers.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from sources.training_data import instructed
 
 
 def main(argv: list[str]) -> None:
-    """Print the report of runs, the answers to a question, or an evaluation."""
+    """Print a report on runs, the answers to a question, or an evaluation."""
     args = parse_infer(argv, __doc__)
     if args.report:
         run, *others = args.report
@@ -61,10 +61,10 @@ def load_problems(args: argparse.Namespace, functions: list, environment: Callab
         require_columns(functions, problems, args.evaluate)
     elif not args.json:
         raise ValueError(
-            f"--evaluate={args.evaluate}: no example has an answer; name its column with --answer_column, or "
-            "--reward_functions that need none, or take --json to write completions alone")
+            f"--evaluate={args.evaluate}: no example has an answer; name its column with --answer_column, "
+            "choose --reward_functions that need none, or use --json to write only completions")
     if args.json:
-        args.json.open("a").close()                       # raises OSError now, not after all samples
+        args.json.open("a").close()                       # raises OSError before sampling
     return problems
 
 
@@ -73,14 +73,14 @@ def sample_answers(
 ) -> Groups:
     """Sample --samples completions of each example with the model of --model_path, and score them."""
     if not args.model_path:
-        print("no --model_path: this is the built-in model with random weights, untrained", file=sys.stderr)
+        print("no --model_path: using the built-in model with random weights, untrained", file=sys.stderr)
     device = best_device(args.device)
     args.precision = resolve_precision(args.precision, device)                   # not auto, in --json too
     config = section_of(args, GRPOConfig)
     model, tokenizer = load_any_policy(section_of(args, ModelConfig), trainable=False)
     tokenizer.tools = tools_of(environment)               # for the chat template
     policy = DevicePolicy(move(model, device), tokenizer)
-    if args.evaluate or device.type == "xla":             # shared prompts need a check of some seconds
+    if args.evaluate or device.type == "xla":             # checking takes some seconds
         policy, _ = choose_engine(policy, ["1+1=?"], config)
     refuse_wrong_sampler(policy)
     examples = [instructed(example, args.instruction) for example in examples]
@@ -114,7 +114,7 @@ def print_evaluation(args: argparse.Namespace, groups: Groups) -> None:
         print(f"{name} {shown}{interval} of {problems}" + (f" x {args.samples}" if args.samples > 1 else ""))
     is_tagged = any("</answer>" in text_of(completion) for completion in groups.rollout.completions)
     if not is_tagged and estimates.get("accuracy", {}).get("mean") == 0:
-        print("no completion has an <answer>...</answer>: ask for it with --instruction", file=sys.stderr)
+        print("no completion has an <answer>...</answer>: request it with --instruction", file=sys.stderr)
     if args.json:
         results = vars(args) | {"estimates": estimates, "problems": with_completions(groups)}
         args.json.write_text(json.dumps(results, indent=1, default=str) + "\n")

@@ -1,16 +1,16 @@
 """
 Log-probabilities of completions under a model: the policy that sampled them, a later one, or the reference.
 
-Temperature, top-k, top-p and min-p are part of the policy: restrict_logits makes its distribution for the
-sampler and for the trainer, so that they give a token the same probability, to rounding.
+Temperature, top-k, top-p and min-p are part of the policy: sampler and trainer both apply restrict_logits, so
+they assign the same probability to a token, up to rounding.
 
-    prompt      completion          a row of a pass: no padding between prompt and completion, all at its end
+    prompt      completion          a row of a forward pass: all padding is at its end
     p p p p     c c c c . .
           ^     ^ ^ ^               the last token of the prompt predicts the first c, each c the next one
 
-lay_out makes the rows, head_log_probs has the formulas. Each row has a prompt of its own;
+lay_out builds these rows, and head_log_probs has the formulas. Each completion is forwarded with its prompt;
 engine/shared.py forwards a prompt once for all its completions. Shapes: B = P*G rows of T completion tokens,
-b rows of a pass of L tokens, N tokens of the policy in them, n of those at once, H hidden size, V vocabulary.
+b rows of L tokens in a pass, N tokens of the policy in them, n in a chunk, H hidden size, V vocabulary.
 """
 
 import math
@@ -23,22 +23,22 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
-LOGITS_AT_ONCE = {"cpu": 2**23, "cuda": 2**26}  # n * V of a chunk of the head: 32 MB in float32; 256 MB
-                                # where reading the head takes longer than multiplying a few tokens by it
-MIN_TOKENS_AT_ONCE = 64         # the least n, even above that
+LOGITS_AT_ONCE = {"cpu": 2**23, "cuda": 2**26}  # limit of n * V: 32 MB in float32; 256 MB on a GPU, where
+                                # for few tokens the time goes into reading the head's weights
+MIN_TOKENS_AT_ONCE = 64         # lower limit of n, which takes precedence
 
 
 @dataclass
 class LogProbs:
-    """Results of completion_log_probs, a row for each of its rows."""
+    """Results of completion_log_probs, with a row for each completion."""
 
     logp: Tensor                        # (rows, T) nats, with gradient; 0 where completion_mask is False
-    entropy: Tensor                     # (rows, T) nats, of the same distribution; 0 there too
-    kl: Tensor | None = None            # (rows, T) nats, KL(policy || reference), with a reference
-    values: Tensor | None = None        # (rows, T) reward expected before each token, with a value head
+    entropy: Tensor                     # (rows, T) nats, at each token; 0 where the mask is False
+    kl: Tensor | None = None            # (rows, T) nats, KL(policy || reference), if there is one
+    values: Tensor | None = None        # (rows, T) expected reward before each token, by a value head
 
     def computed(self) -> dict[str, Tensor]:
-        """Return the results that are there, by name."""
+        """Return the results that are not None, by name."""
         return {name: x for name, x in vars(self).items() if x is not None}
 
     @classmethod
@@ -51,16 +51,16 @@ def completion_log_probs(
     model, rollout, rows: Tensor | None = None, *, reference=None, value_head=None,
     run_forward: Callable = lambda model, forward: forward(),
 ) -> LogProbs:
-    """Compute log p(token | all tokens before it) under a model, with the distribution of the rollout.
+    """Compute log p(token | all tokens before it) under a model, with the sampling parameters of a rollout.
 
-    rollout     prompt_ids, prompt_mask (P, Tp), completion_ids, completion_mask (B, T), with B = P * G; and
-                distribution, arguments of restrict_logits: sampler and trainer cannot differ in them
+    rollout     has prompt_ids, prompt_mask (P, Tp), completion_ids, completion_mask (B, T), with B = P * G;
+                and sampling_params, the arguments of restrict_logits that the sampler used
     rows        indices of some of the B rows, in any order; None: all of them
-    reference   another model of the same vocabulary, for the exact KL at every position. It is a sum over the
-                vocabulary that the policy keeps, with both distributions normalised over that; no gradient
-    value_head  a module from hidden states (N, H) to values (N,)
-    run_forward  run_forward(model, forward) calls forward(), a pass of the model. Where weights are sharded
-                over processes, engine/sharding.py has one that gathers them around it
+    reference   another model with the same vocabulary, for the exact KL at every position: a sum over the
+                tokens that the policy may sample, with both distributions normalised over these tokens. The
+                reference gets no gradient;  value_head  a module, hidden states (N, H) -> values (N,)
+    run_forward  run_forward(model, forward) returns forward(). If weights are sharded over processes,
+                engine/sharding.py passes a function that gathers them around this call
     """
     rows = torch.arange(len(rollout.completion_ids)) if rows is None else rows.cpu()
     device = next(model.parameters()).device
@@ -71,12 +71,12 @@ def completion_log_probs(
             reference_hidden = run_forward(
                 reference, partial(hidden_states, reference, inputs, predicting_position))
 
-    def forward() -> list[Tensor | None]:                 # all that uses the model's weights
+    def forward() -> list[Tensor | None]:                 # everything that reads the model's weights
         hidden = hidden_states(model, inputs, predicting_position)
-        chunk_of_head = partial(head_log_probs, model, rollout.distribution, reference)
+        chunk_of_head = partial(head_log_probs, model, rollout.sampling_params, reference)
         size = tokens_in_chunk(len(model.get_output_embeddings().weight), device)
         results = in_chunks(chunk_of_head, size, hidden, target_ids, reference_hidden)
-        # A clone, since FSDP warns of views.
+        # Cloned because FSDP warns about views.
         values = None if value_head is None else value_head(hidden).to(results[0].dtype).clone()
         return [*results, values]
 
@@ -92,7 +92,7 @@ def hidden_states(model, inputs: dict, predicting_position: tuple[Tensor, Tensor
 
 
 def lay_out(rollout, rows: Tensor, device) -> tuple[dict, tuple[Tensor, Tensor], Tensor]:
-    """Lay out prompts and completions of some rows for a forward pass, as in the figure at the top.
+    """Concatenate prompts and completions of some rows for a forward pass, as in the figure at the top.
 
     returns  inputs of the model (b, L); row and column of the position that predicts each token of the
              policy, (N,) each; and the ids of these tokens (N,)
@@ -114,16 +114,17 @@ def lay_out(rollout, rows: Tensor, device) -> tuple[dict, tuple[Tensor, Tensor],
 
 
 def head_log_probs(
-    model, distribution: dict, reference, hidden: Tensor, target_ids: Tensor, reference_hidden: Tensor | None
+    model, sampling_params: dict, reference, hidden: Tensor, target_ids: Tensor,
+    reference_hidden: Tensor | None,
 ) -> list[Tensor]:
-    """Compute the logp of target_ids (n,), and at their positions the entropy of the policy and the exact KL
-    with the reference, if there is one: (n,) nats each.
+    """Compute the logp of target_ids (n,), and at their positions the entropy of the policy and, if there is
+    a reference, the exact KL: (n,) nats each.
 
         entropy = -sum_i p(i) log p(i)         KL = sum_i p(i) (log p(i) - log q(i))
 
     hidden, reference_hidden  (n, H), final hidden states of the model and the reference
     """
-    logits = restrict_logits(compute_logits(model, hidden), **distribution, chosen=target_ids)       # (n, V)
+    logits = restrict_logits(compute_logits(model, hidden), **sampling_params, chosen=target_ids)  # (n, V)
     log_p = logits.log_softmax(dim=-1)
     p = log_p.exp()
     finite_log_p = log_p.masked_fill(p == 0, 0.0)         # 0 * -inf would be NaN, in the gradient as well
@@ -132,13 +133,13 @@ def head_log_probs(
         return [logp, entropy]
     with torch.no_grad():
         log_q = compute_logits(reference, reference_hidden).to(logits.dtype)
-        log_q = log_q / distribution.get("temperature", 1.0)
+        log_q = log_q / sampling_params.get("temperature", 1.0)
         log_q = log_q.masked_fill(logits == -torch.inf, -torch.inf).log_softmax(dim=-1)
     return [logp, entropy, (p * (finite_log_p - log_q.masked_fill(p == 0, 0.0))).sum(dim=-1)]
 
 
 def compute_logits(model, hidden: Tensor) -> Tensor:
-    """Compute the model's own logits (n, V) from final hidden states (n, H)."""
+    """Compute the model's logits (n, V), before restrict_logits, from final hidden states (n, H)."""
     head = model.get_output_embeddings()
     return scale_and_softcap(model, lm_head(hidden, head.weight, head.bias))
 
@@ -146,7 +147,7 @@ def compute_logits(model, hidden: Tensor) -> Tensor:
 def lm_head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Multiply hidden states (n, H) by a head (V, H) and add its bias: (n, V).
 
-    On a CPU the result is a view of (V, n): for a few tokens this product takes half the time.
+    On a CPU the product is computed as (V, n) and transposed, which takes half the time for few tokens.
     """
     if hidden.device.type != "cpu":
         return torch.nn.functional.linear(hidden, weight, bias)
@@ -157,7 +158,7 @@ def lm_head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def scale_and_softcap(model, raw: Tensor) -> Tensor:
     """Apply the model's scaling and soft cap, if it has any, to the output of the head (n, V).
 
-    transformers has no public call for them; the start-up check compares with the model's own forward pass.
+    transformers has no public function for them; the start-up check compares with the model's forward pass.
     """
     text_config = model.config.get_text_config()
     # Cohere has logit_scale, Granite logits_scaling.
@@ -171,19 +172,19 @@ def restrict_logits(
     logits: Tensor, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0,
     chosen: Tensor | None = None,
 ) -> Tensor:
-    """Return the logits of the distribution that is sampled from; a softmax of the result is the policy.
+    """Return the logits of the distribution to sample from: their softmax is the policy.
 
-    Divides by the temperature, keeps tokens at least min_p times as likely as the likeliest one
-    (arXiv:2407.01082), of these the top_k most likely, and of those the fewest that hold at least top_p of
-    their probability (arXiv:1904.09751 sec. 3.1), in vLLM's order. The logits of all others are -inf.
+    In this order, which is vLLM's: divide by the temperature; keep tokens at least min_p times as likely as
+    the likeliest one (arXiv:2407.01082); of these, keep the top_k most likely; of these, keep the smallest
+    set with at least top_p of their probability (arXiv:1904.09751 sec. 3.1). All other logits are -inf.
 
     logits       (N, V);  min_p=0, top_k=0 and top_p=1 keep everything
-    chosen       (N,) token ids that are always kept: they were sampled, and rounding between two forward
-                 passes must not make them impossible
+    chosen       (N,) token ids that are always kept: they were sampled, so a difference in rounding between
+                 two forward passes must not set their probability to 0
     returns      (N, V) float32 (float64 for float64 logits)
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    logits = logits / temperature if temperature != 1 else logits  # at V = 262144 a division takes time
+    logits = logits / temperature if temperature != 1 else logits  # a division is slow at V = 262144
     if top_k <= 0 and top_p >= 1 and min_p <= 0:
         return logits
     with torch.no_grad():
@@ -195,31 +196,31 @@ def restrict_logits(
         likelier = probs.cumsum(dim=-1) - probs           # probability of all likelier tokens
         held = (likelier < top_p) & (ranked > -torch.inf)
         kept = held.sum(dim=-1, keepdim=True).clamp(min=1)                       # (N, 1)
-        outside = logits < ranked.gather(-1, kept - 1)    # (N, V); ties are kept together
+        outside = logits < ranked.gather(-1, kept - 1)    # (N, V); equal logits stay together
         if chosen is not None:
             outside.scatter_(-1, chosen[:, None], False)
     return logits.masked_fill(outside, -torch.inf)
 
 
-def distribution_of(config) -> dict:
-    """Return the arguments of restrict_logits that a configuration asks for.
+def sampling_params_of(config) -> dict:
+    """Return the arguments of restrict_logits that a configuration implies.
 
-    Temperature 0: the most likely token, or one of several that are equally likely.
+    Temperature 0 selects the most likely token, or one of several that are equally likely.
     """
     greedy = config.generation_temperature == 0
     return dict(
         temperature=1.0 if greedy else config.generation_temperature,
         top_k=1 if greedy else config.generation_top_k, top_p=config.generation_top_p,
-        min_p=getattr(config, "generation_min_p", 0.0),    # a caller's config may have the others alone
+        min_p=getattr(config, "generation_min_p", 0.0),    # other configs than ours may lack it
     )
 
 
 def in_chunks(
     chunk_of_head: Callable, size: int, hidden: Tensor, target_ids: Tensor, reference_hidden: Tensor | None
 ) -> list[Tensor | None]:
-    """Return logp, entropy and KL (None without a reference) of head_log_probs, `size` tokens at a time.
+    """Return logp, entropy and KL (None without a reference) of head_log_probs, computed in chunks of `size`.
 
-    The backward pass computes each chunk again, so that there is never a tensor (N, V).
+    The backward pass recomputes each chunk, so that no tensor (N, V) is ever stored.
     """
     if torch.is_grad_enabled():
         chunk_of_head = partial(checkpoint, chunk_of_head, use_reentrant=False, preserve_rng_state=False)
@@ -235,17 +236,17 @@ def in_chunks(
 
 
 def tokens_in_chunk(vocab_size: int, device: torch.device) -> int:
-    """Return how many tokens go through the head at once: a multiple of 32, which CPUs multiply faster."""
+    """Return the number of tokens in a chunk of the head: a multiple of 32, which CPUs multiply faster."""
     return max(MIN_TOKENS_AT_ONCE, LOGITS_AT_ONCE.get(device.type, 2**22) // vocab_size // 32 * 32)
 
 
 def micro_batches(rollout, rows: Tensor, max_tokens: int, min_batches: int = 1) -> list[Tensor]:
-    """Split rows into batches of at most max_tokens tokens, padding included; a longer row is alone.
+    """Split rows into batches of at most max_tokens tokens, padding included. A longer row is a batch alone.
 
-    Rows are sorted by length, the longest first, so that similar ones share a batch. Any split gives the same
-    gradient to rounding, since the weights of tokens are those of the whole update.
+    Rows are sorted by length, the longest first, so that rows of similar length share a batch. Any split
+    gives the same gradient up to rounding, because weights of tokens are computed over the whole update.
 
-    min_batches  at least so many, if there are as many rows
+    min_batches  the least number of batches, if there are as many rows
     """
     _, lengths = prompts_and_lengths(rollout, rows)
     batches: list[list[int]] = []
@@ -253,7 +254,7 @@ def micro_batches(rollout, rows: Tensor, max_tokens: int, min_batches: int = 1) 
         if not batches or (len(batches[-1]) + 1) * lengths[batches[-1][0]] > max_tokens:
             batches.append([])
         batches[-1].append(index)
-    if len(batches) < min(min_batches, len(rows)):        # again, with half of the tokens
+    if len(batches) < min(min_batches, len(rows)):        # retry with half of the tokens
         return micro_batches(rollout, rows, min(max_tokens, max(lengths) * len(rows)) // 2, min_batches)
     return [rows[batch] for batch in batches]
 
@@ -267,6 +268,6 @@ def prompts_and_lengths(rollout, rows: Tensor) -> tuple[list[Tensor], list[int]]
 
 
 def completion_lengths(completion_mask: Tensor) -> Tensor:
-    """Return (B,): tokens up to the last one that the policy drew, an environment's before it included."""
+    """Return (B,) the number of tokens up to the policy's last one, including an environment's before it."""
     steps = torch.arange(1, completion_mask.shape[1] + 1, device=completion_mask.device)
     return (completion_mask * steps).amax(dim=1)

@@ -1,8 +1,8 @@
 """
-The policy: a causal language model that transformers knows or the built-in tiny Gemma, the value head,
-saving. One process, all weights in float32 and trained.
+Load and save the policy's model, a causal language model of transformers or the built-in tiny Gemma; and the
+value head. This file supports one process, with all weights in float32 and trained.
 
-Hubs, LoRA adapters, 16 bits and many processes are in engine/models.py.
+engine/models.py adds hubs, LoRA adapters, 16 bits and several processes.
 """
 
 import json
@@ -20,15 +20,15 @@ from rewards import TAGS
 
 
 def load_tokenizer(config) -> PreTrainedTokenizerFast:
-    """Load the tokenizer of config.model_path, or the built-in one. Without a pad token it pads with EOS."""
+    """Load the tokenizer of config.model_path, or the built-in one. EOS replaces a missing pad token."""
     if not config.model_path:
         return byte_tokenizer()
     variables = json.loads(config.chat_template_kwargs or "null")
     options = {} if variables is None else {"chat_template_kwargs": variables}   # saved with the tokenizer
     tokenizer = AutoTokenizer.from_pretrained(
         config.model_path, trust_remote_code=config.trust_remote_code, **options)
-    tokenizer("1+1=?")                                    # some wrong settings raise only here
-    if len(tokenizer) <= len(tokenizer.all_special_tokens):          # of a folder without its files
+    tokenizer("1+1=?")                                    # some wrong settings raise an error only here
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):          # a folder without tokenizer files
         raise ValueError(f"--model_path={config.model_path}: no tokenizer is there")
     if tokenizer.eos_token_id is None:
         raise ValueError(f"--model_path={config.model_path}: its tokenizer needs an eos_token")
@@ -45,10 +45,10 @@ def load_tokenizer(config) -> PreTrainedTokenizerFast:
 def load_policy(config) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     """Load the model and the tokenizer of the folder config.model_path, or the built-in ones.
 
-    The model is in evaluation mode and stays there: with dropout, ratios would not be 1 on the first step.
+    The model is in evaluation mode and stays so: with dropout, ratios would not be 1 before the first update.
 
     config  a ModelConfig
-    raises  ValueError in one line for settings that need load_any_policy of engine/models.py
+    raises  ValueError with one line for settings that need load_any_policy of engine/models.py
     """
     require_plain_settings(config)
     tokenizer = load_tokenizer(config)
@@ -60,7 +60,7 @@ def load_policy(config) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
 
 
 def require_plain_settings(config) -> None:
-    """Raise ValueError for settings that need engine/models.py: not a folder of float32 weights."""
+    """Raise ValueError for settings that need engine/models.py: all but a folder of float32 weights."""
     path = config.model_path
     refused = {
         "model_path": path and (not Path(path).is_dir() or (Path(path) / "adapter_config.json").exists()),
@@ -68,15 +68,15 @@ def require_plain_settings(config) -> None:
     }
     if names := [name for name in refused if refused[name]]:
         raise ValueError(
-            f"--{names[0]}={getattr(config, names[0])}: this loads folders of float32 weights; "
-            "load_any_policy of engine/models.py knows hubs, LoRA and 16 bits")
+            f"--{names[0]}={getattr(config, names[0])}: only folders of float32 weights are supported "
+            "here; for hubs, LoRA and 16 bits use load_any_policy of engine/models.py")
 
 
 def load_weights(config, path: str, cls=AutoModelForCausalLM) -> tuple[PreTrainedModel, set[str]]:
-    """Load a model in float32 from a path. Return it, and the weights that no file has.
+    """Load a model in float32 from a path. Return it, and the names of weights that are in no file.
 
-    Where files hold a head of its own although their config ties it to the embedding, transformers keeps that
-    head. Then the config says so too, or the head would be lost as soon as weights are tied again.
+    If the files have a separate head although the config ties it to the embedding, transformers loads that
+    head. Then tie_word_embeddings is set to False, or the head would be lost when weights are tied again.
     """
     model, found = cls.from_pretrained(
         path, dtype=torch.float32, trust_remote_code=config.trust_remote_code,
@@ -89,7 +89,7 @@ def load_weights(config, path: str, cls=AutoModelForCausalLM) -> tuple[PreTraine
 
 
 def require_weights(model: PreTrainedModel, missing: set[str], path: str) -> None:
-    """Raise ValueError if weights that are trained were in no file: transformers draws them at random."""
+    """Raise ValueError if trained weights are in no file: transformers would initialise them at random."""
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     if lacking := sorted(trained & missing):
         raise ValueError(
@@ -98,7 +98,7 @@ def require_weights(model: PreTrainedModel, missing: set[str], path: str) -> Non
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer for any text: a token per byte of UTF-8, one for each of TAGS, and pad, EOS, BOS."""
+    """Return a tokenizer for any text: one token per byte of UTF-8 and per tag of TAGS, and pad, EOS, BOS."""
     special = ["<pad>", "<eos>", "<bos>"]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: i for i, token in enumerate([*special, *alphabet])}
@@ -114,7 +114,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def tiny_gemma(tokenizer, config) -> Gemma3ForCausalLM:
-    """Return a Gemma 3 of a million parameters with random weights; every second layer sees 64 tokens."""
+    """Return a Gemma 3 of a million parameters with random weights; every second layer has a window of 64."""
     return Gemma3ForCausalLM(Gemma3TextConfig(
         vocab_size=len(tokenizer), hidden_size=128, intermediate_size=512, num_hidden_layers=4,
         num_attention_heads=4, num_key_value_heads=2, head_dim=32, query_pre_attn_scalar=32,
@@ -128,11 +128,11 @@ def tiny_gemma(tokenizer, config) -> Gemma3ForCausalLM:
 
 
 class ValueHead(torch.nn.Module):
-    """Predict the reward expected before each token from its predicting hidden state: (N, H) -> (N,) points.
+    """Predict the expected reward before each token from the hidden state that predicts it: (N, H) -> (N,).
 
-    Initially 0. No dropout: values at sampling time and in training must come from the same function.
+    The output is 0 at first. No dropout: values before and during updates must come from the same function.
 
-    seed    of the hidden layer's weights, which are the same on all ranks
+    seed    seed of the hidden layer's weights, which are the same on all ranks
     """
 
     def __init__(self, hidden_size: int, seed: int = 0):
@@ -151,6 +151,6 @@ class ValueHead(torch.nn.Module):
 
 
 def save_policy(model: PreTrainedModel, tokenizer, folder: Path, weights: dict | None = None) -> None:
-    """Write a folder that AutoModelForCausalLM and AutoTokenizer load. weights: instead of the model's."""
+    """Write a folder that AutoModelForCausalLM and AutoTokenizer load. weights: replace the model's."""
     model.save_pretrained(folder, state_dict=weights)
     tokenizer.save_pretrained(folder)

@@ -1,19 +1,19 @@
 """
-The policy: a language model that is trained, and the four things that training does with it.
+The policy: the language model that is trained, with the four operations that training needs.
 
-    sample            prompts -> completions, with the log-probability of each token
-    log_probs         log-probabilities of completions, without gradient
-    forward_backward  add the gradient of a loss to that of the parameters
-    optimizer_step    change the parameters by it
+    sample            sample completions of prompts, with the log-probability of each token
+    log_probs         compute the log-probabilities of given completions, without gradient
+    forward_backward  compute a loss, and add its gradient to the parameters' gradients
+    optimizer_step    update the parameters with their gradients
 
-This class is complete for one process in float32, and forwards each completion with a copy of its prompt. The
-subclasses in engine/ run on any device, in 16 bits, over many processes, share prompts, and sample with vLLM.
-A reference is a Policy without an optimiser.
+This class covers one process in float32, and forwards each completion together with its prompt. Subclasses in
+engine/ add other devices, 16 bits, several processes, prompts that are forwarded only once, and vLLM. The
+reference is a Policy too, without an optimiser.
 
-No caller has to know how the rows of an update are split into forward passes: each token has a weight that is
-computed over the whole update (grpo.token_weights), so losses and gradients of passes add up.
+Callers need not know how the rows of an update are split into micro-batches (one forward pass each): weights
+of tokens are computed over the whole update (grpo.token_weights), so losses and gradients add up.
 
-Shapes: B completions of T tokens, b of them in an update or a pass, N tokens, H hidden size.
+Shapes: B completions of T tokens, b of them in an update or a micro-batch, N tokens, H hidden size.
 """
 
 import copy
@@ -28,28 +28,28 @@ from sample import Rollout, sample_completions_for_prompts
 
 
 class RatioError(RuntimeError):
-    """The first ratios of an update are not 1: the sampler's probabilities are not the trainer's."""
+    """Sampler and trainer assign different probabilities to the same tokens, before any update."""
 
 
 class Policy:
-    """A model and its tokenizer; while it is trained, with an optimiser and perhaps a value head."""
+    """A model and its tokenizer; for training also an optimiser, a scheduler and optionally a value head."""
 
-    shares_prompts = False      # a prompt is forwarded once for all its completions
-    same_arithmetic = True      # False: log_probs runs before the updates, to be compared with the sampler
+    shares_prompts = False      # True: each prompt is forwarded once for all its completions
+    same_arithmetic = True      # False: sampler and trainer round differently; log_probs compares them
     ratio_tolerance = 0.01      # see require_ratios_of_1
 
     def __init__(self, model, tokenizer, *, max_tokens: int = 2048):
-        """max_tokens: in a forward pass of training, padding included."""
+        """max_tokens: the most tokens in a micro-batch, padding included."""
         self.model, self.tokenizer, self.max_tokens = model, tokenizer, max_tokens
-        self.steps_begun = 0                              # of the optimiser, one that raised included
+        self.steps_begun = 0                              # optimiser steps, including one that raised
         self.train_with(optimizer=None, scheduler=None)
 
     def train_with(self, optimizer, scheduler, value_head=None) -> None:
-        """Set the objects of a training phase. value_head: a module, hidden states (N, H) -> values (N,)."""
+        """Set the objects of a training phase. value_head: maps hidden states (N, H) to values (N,)."""
         self.optimizer, self.scheduler, self.value_head = optimizer, scheduler, value_head
-        self.losses: list[float] = []                     # of each forward_backward since the last step
+        self.losses: list[float] = []                     # one for each forward_backward since the last step
 
-    # ---- the four verbs ------------------------------------------------------------------------------------
+    # ---- the four operations -------------------------------------------------------------------------------
 
     def sample(
         self, prompts: list, config, seeds: int | Sequence, *, num_completions: int | None = None,
@@ -62,36 +62,36 @@ class Policy:
 
     @torch.no_grad()
     def log_probs(self, rollout: Rollout, rows: Tensor | None = None, *, reference=None) -> LogProbs:
-        """Compute the log-probabilities of completions, and with a value head their values.
+        """Compute the log-probabilities of completions, and their values if there is a value head.
 
-        rows       (b,) indices of completions; None: all
-        reference  another Policy, for the exact KL(policy || reference) at each token
+        rows       (b,) indices of completions; None: all of them
+        reference  another Policy, to compute the exact KL(policy || reference) at each token
         returns    LogProbs (b, T), on the CPU
         """
         rows = torch.arange(len(rollout.completion_ids)) if rows is None else rows
         if not len(rows):
             return LogProbs.of_no_rows(rollout.completion_mask.shape[1])
         shape, results = rollout.completion_mask.shape, {}
-        for part_rows, new in self.forward_passes(rollout, rows, reference):     # in another order than rows
+        for part_rows, new in self.forward_passes(rollout, rows, reference):     # in any order
             for name, x in new.computed().items():
                 results.setdefault(name, torch.zeros(shape))[part_rows] = x.float().cpu()
         return LogProbs(**{name: x[rows] for name, x in results.items()})
 
     def forward_backward(self, batch, loss_fn: Callable, *, reference=None) -> dict[str, float]:
-        """Add the gradient of a loss over the rows of an update to that of the parameters.
+        """Compute a loss over the rows of an update, and add its gradient to the parameters' gradients.
 
         batch      a Batch of experience.py
-        loss_fn    loss_fn(new, part) -> (terms, metrics), called once with no rows and then for each pass
+        loss_fn    loss_fn(new, part) -> (terms, metrics), called once without rows, then per micro-batch
                      new      LogProbs (b, T) of some rows, with gradient;  part  the Batch of these rows
-                     terms    scalars by name: their sum, added up over all passes, is the loss
-                     metrics  (b, T): averaged over all tokens that are forwarded;  scalars: added up
+                     terms    scalars by name: the loss is the sum of all of them over all micro-batches
+                     metrics  by name: (b, T) is averaged over all forwarded tokens, scalars are added up
         reference  another Policy, for new.kl
-        returns    total_loss, the terms and the metrics. If nothing is forwarded: terms of 0, metrics of NaN
+        returns    total_loss, terms and metrics. If nothing is forwarded, terms are 0 and metrics NaN
 
-        If policy_loss is the only term, rows whose advantages are all 0 are not forwarded: it is proportional
-        to the advantages, so they have no gradient. No other loss may have this name.
+        If the only term is named policy_loss, rows whose advantages are all 0 are not forwarded: that loss is
+        proportional to the advantages, so its gradient would be 0. Give no other loss this name.
         """
-        # The call with no rows tells the names of terms and metrics, before rows are chosen and forwarded.
+        # Called without rows, loss_fn returns the names of terms and metrics, which decide what is forwarded.
         no_rows = batch.select(batch.rows[:0])
         terms, metrics = loss_fn(LogProbs.of_no_rows(batch.mask.shape[1]), no_rows)
         only_policy_loss = terms.keys() == {"policy_loss"}
@@ -106,16 +106,16 @@ class Policy:
         return results
 
     def optimizer_step(self, max_grad_norm: float = math.inf) -> dict:
-        """Take a step with the gradient, scaled down to max_grad_norm if it is larger, and clear it.
+        """Clip the gradient norm to max_grad_norm, take an optimiser step, and clear the gradient.
 
-        returns  grad_norm, before scaling, and skipped: 1 if gradient or loss are not finite; then parameters
-                 and learning-rate schedule stay as they were. Where the gradient is None, or all of it 0,
-                 parameters stay as well
+        returns  grad_norm: the norm before clipping;  skipped: 1 if the gradient or the loss is not finite,
+                 and then neither parameters nor learning-rate schedule change. If the gradient is 0, the
+                 schedule advances and the parameters do not change
         """
         norm = self.clip_gradient(max_grad_norm)
         skipped = not (math.isfinite(norm) and math.isfinite(sum(self.losses)))
         if norm == 0:
-            self.optimizer.zero_grad()                    # None: of zeros, momentum would move the parameters
+            self.optimizer.zero_grad()                    # sets None: momentum would apply zeros
         if not skipped:
             self.steps_begun += 1
             self.optimizer.step()
@@ -123,22 +123,22 @@ class Policy:
         self.clear_gradient()
         return {"grad_norm": norm, "skipped": int(skipped)}
 
-    # ---- their parts, which engine/ overrides --------------------------------------------------------------
+    # ---- parts of the operations, which engine/ overrides --------------------------------------------------
 
     def forward_passes(
         self, rollout: Rollout, rows: Tensor, reference=None
     ) -> Iterator[tuple[Tensor, LogProbs]]:
-        """Forward rows in micro-batches. Yield the rows of each, and their LogProbs."""
+        """Forward rows in micro-batches. Yield the rows of each micro-batch with their LogProbs."""
         for part_rows in micro_batches(rollout, rows, self.max_tokens):
             yield part_rows, self.forward(rollout, part_rows, reference)
 
     def forward(self, rollout: Rollout, rows: Tensor, reference=None) -> LogProbs:
-        """Compute LogProbs (b, T) of some rows in one pass, with gradient unless it is turned off."""
+        """Compute the LogProbs (b, T) of some rows in one forward pass, with gradient unless no_grad."""
         return completion_log_probs(
             self.model, rollout, rows, reference=reference and reference.model, value_head=self.value_head)
 
     def add_gradients(self, batch, rows: Tensor, loss_fn: Callable, reference) -> list[float]:
-        """Forward and backward rows. Return the loss and the values that loss_fn returns, as sums."""
+        """Run forward and backward passes. Return the sums of the loss and of all that loss_fn returns."""
         sums = []
         for part_rows, new in self.forward_passes(batch.rollout, rows, reference):
             part = batch.select(part_rows, new.logp.device)
@@ -158,36 +158,36 @@ class Policy:
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def clip_gradient(self, max_norm: float) -> float:
-        """Scale the gradient down to max_norm. Return its norm before."""
+        """Scale the gradient down to max_norm if its norm is larger. Return the norm before."""
         return float(torch.nn.utils.clip_grad_norm_(self.parameters, max_norm))
 
     def clear_gradient(self) -> None:
-        """Clear the gradient, and the losses that it belongs to."""
+        """Clear the gradient, and the losses that it was computed from."""
         self.optimizer.zero_grad()
         self.losses = []
 
-    # ---- what else a step asks of a policy -----------------------------------------------------------------
+    # ---- other methods that a training step calls ----------------------------------------------------------
 
     def require_ratios_of_1(self, metrics: dict) -> None:
-        """Raise RatioError if the trainer gives sampled tokens other probabilities than the sampler did.
+        """Raise RatioError if sampler and trainer assign different probabilities to the sampled tokens.
 
         metrics  of the first update on a rollout: ratio_deviation, the mean of |policy / sampler - 1|, NaN
-                 if nothing was forwarded. sampler_deviation, measured before the update, takes its place
+                 if nothing was forwarded; or sampler_deviation, the same before the update, if it is there
         """
         name = "sampler_deviation" if "sampler_deviation" in metrics else "ratio_deviation"
         deviation = metrics[name]
         if deviation > self.ratio_tolerance:              # False for NaN
             raise RatioError(
-                f"first ratios must be 1, but differ from it by {deviation:.2g} on average (at most "
-                f"{self.ratio_tolerance:g}): the sampler gives tokens other probabilities than the trainer; "
-                "see docs/troubleshooting.md.")
+                f"first ratios must be 1, but differ from 1 by {deviation:.2g} on average (at most "
+                f"{self.ratio_tolerance:g} is allowed): sampler and trainer give the same tokens different "
+                "probabilities; see docs/troubleshooting.md.")
 
     def distribute(self, work: Callable, *lists: list) -> list:
-        """Return [work(*lists)]; in several processes the results of all, each of its slice of the lists."""
+        """Return [work(*lists)]; several processes work on a slice of the lists each, and get all results."""
         return [work(*lists)]
 
     def like(self, model) -> "Policy":
-        """Return a policy of another model that is computed in the same way: a reference."""
+        """Return a policy with another model and the same settings, such as a reference."""
         other = copy.copy(self)
         other.model = model
         other.train_with(optimizer=None, scheduler=None)
@@ -197,4 +197,4 @@ class Policy:
     def update_reference(self, reference: "Policy", alpha: float) -> None:
         """Set reference = alpha * reference + (1 - alpha) * policy; alpha=0 copies the policy exactly."""
         for old, new in zip(reference.model.parameters(), self.model.parameters(), strict=True):
-            old.lerp_(new.to(old), 1 - alpha)             # in its precision
+            old.lerp_(new.to(old), 1 - alpha)             # keeps its precision

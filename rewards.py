@@ -1,20 +1,20 @@
 """
-The default reward functions, and the weighted sum of the points that reward functions give to completions.
+The default reward functions, and the score of a completion: the weighted sum of its rewards.
 
     def some_reward(completions, prompts, completion_ids, **columns) -> list[float | None]
 
-Every argument is a list with one entry per completion; columns are those of the data set (answer, ...),
-repeated for the completions of a group. A completion is text, or where the prompt is a list of chat messages
-a list too, of which the last message counts. None: the function does not apply. A model may print anything,
-so the functions here return 0 or None and never raise. All functions share the lists: do not change them.
+Every argument is a list with one entry per completion. columns are the columns of the data set (answer, ...),
+repeated for the completions of a group. A completion is text or, if its prompt is a list of chat messages, a
+list of messages; the functions here read the last one. Return None where a function does not apply. A model
+may print anything, so functions here return 0 or None and never raise. Do not modify the shared arguments.
 
-Others, and what calls functions of users safely (timeout, async, names of TRL), are in reward_functions/.
+reward_functions/ has more functions, and code that calls users' functions safely.
 
     python train.py --use_grpo --reward_functions correctness mine.py:short
     python train.py --use_grpo --check --reward_functions correctness mine.py:short --dataset data.jsonl
 
-The second command shows the points of right, wrong, empty and cheating completions. P prompts, G completions
-of each, B = P*G with those of a prompt adjacent, T tokens.
+The second command prints the rewards of right, wrong, empty and cheating completions. Shapes: P prompts, G
+completions of each, B = P*G with the completions of a prompt adjacent, T tokens.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from collections.abc import Callable
 from decimal import Decimal, InvalidOperation
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:               # text is compared without torch; the functions that make tensors import it
+if TYPE_CHECKING:               # comparing text needs no torch; functions that return tensors import it
     from torch import Tensor
 
 TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
 # (?>...) is atomic: without it a text with many tags and no </answer> takes time cubic in its length.
 FORMAT = re.compile(r"(?>(.*?)<reasoning>)(?>(.*?)</reasoning>\s*<answer>)(.*?)</answer>(.*)", re.DOTALL)
-COLUMNS_NOT_PASSED = {"prompt", "completion", "turn_points"}  # functions get `prompts`
-MOST_POINTS = 1e15              # its square is still finite in float32
+COLUMNS_NOT_PASSED = {"prompt", "completion", "turn_points"}  # passed as `prompts`, or not at all
+MAX_REWARD = 1e15               # its square is still finite in float32
 
 
 def correctness(completions, answer, **columns) -> list[float | None]:
-    """Give 1 point if the answer in tags is that of the column `answer`, else 0; several count as no answer.
+    """Return 1 if the answer in tags equals the column `answer`, else 0. Several answers count as none.
 
-    The column may hold a list: any of it is right. Where it holds nothing, or "nan", the result is None.
+    The column may hold a list of right answers. Where it is empty or "nan", the reward is None.
 
     correctness(["<answer>72.0</answer>"], answer=["72"]) == [1.0]
     {"prompt": "8 * 9 = ?", "answer": "72"}
@@ -47,12 +47,12 @@ def correctness(completions, answer, **columns) -> list[float | None]:
 
 
 def reasoning_coherence(completions, **columns) -> list[float]:
-    """Give a fifth of a point each for one pair of reasoning tags, one pair of answer tags, reasoning right
-    before the answer, text in both, and no text outside of them. Nonsense in these tags earns all five.
+    """Return 0.2 for each of these: one pair of reasoning tags, one pair of answer tags, reasoning right
+    before the answer, text in both, and no text outside of them. Nonsense inside the tags still gets 1.
 
     reasoning_coherence(["<reasoning>1+1=2</reasoning><answer>2</answer>"]) == [1.0]
     """
-    points = []
+    rewards = []
     for text in map(text_of, completions):
         match = FORMAT.fullmatch(text)
         before, reasoning, answer, after = map(str.strip, match.groups()) if match else [""] * 4
@@ -63,45 +63,45 @@ def reasoning_coherence(completions, **columns) -> list[float]:
             bool(reasoning and answer),
             match is not None and not before and not after,
         )
-        points.append(sum(checks) / len(checks))
-    return points
+        rewards.append(sum(checks) / len(checks))
+    return rewards
 
 
 def explanation_quality(completions, **columns) -> list[float]:
-    """Give 0 to 1 point for tagged reasoning that is short and has no line twice, be it right or wrong: 1 up
-    to 100 words, decreasing linearly to 0 at 300, times the fraction of its lines that are not repeats.
+    """Return 0 to 1 for tagged reasoning that is short and repeats no line, whether right or wrong: 1 up to
+    100 words, decreasing linearly to 0 at 300 words, times the fraction of its lines that are not repeats.
 
     explanation_quality(["<reasoning>2 and 2 make 4</reasoning>"]) == [1.0]
     """
-    points = []
+    rewards = []
     for text in map(text_of, completions):
         reasoning, closed, _ = text.partition("<reasoning>")[2].partition("</reasoning>")
         lines = [line.strip() for line in reasoning.splitlines() if line.strip()]
         brevity = min(1.0, max(0.0, (300 - len(reasoning.split())) / 200))
-        points.append(brevity * len(set(lines)) / len(lines) if closed and lines else 0.0)
-    return points
+        rewards.append(brevity * len(set(lines)) / len(lines) if closed and lines else 0.0)
+    return rewards
 
 
 def compute_rewards_for_completions(
     reward_functions: list[Callable], weights: list[float], rollout, examples: list[dict]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Score every completion with every function, and add up: score = sum of weight * points.
+    """Call every reward function on all completions. The score of a completion is the sum of weight * reward.
 
     rollout   has completions (B texts or conversations), completion_ids and completion_mask (B, T)
     examples  P dicts
-    returns   scores (P, G), which shape_rewards turns into rewards; and the points of each function (P, G)
-              before weighting, by its name
+    returns   scores (P, G), which shape_rewards turns into final rewards; and the rewards of each function
+              (P, G) before weighting, by its name
 
-    Points that are missing are NaN in the second result. What they do to the score:
+    A reward of None is NaN in the second result. The score depends on what a function returns:
 
-        None for all completions of a prompt   it is left out: it does not apply to this prompt
-        None for some of them                  NaN for these: they cannot be compared with the others
-        NaN                                    NaN: the function failed
+        None for all completions of a prompt   the function is skipped: it does not apply to this prompt
+        None for some of them                  their scores are NaN: they cannot be compared with the others
+        NaN                                    the score is NaN: the function failed
 
-    A function of weight 0 is watched alone: nothing of it changes a score.
+    Rewards of a function with weight 0 are logged, but excluded from the score.
 
-    A slow function may start its work and return a function without arguments, which waits for the points:
-    so all are started before the first is awaited.
+    A slow function may start its work and return a function without arguments that waits for the rewards, so
+    all functions are started before the first result is awaited.
     """
     import torch
 
@@ -113,25 +113,25 @@ def compute_rewards_for_completions(
     started = {name: function(**arguments) for name, function in zip(names, reward_functions, strict=True)}
     per_function, failed = {}, torch.zeros(count, dtype=torch.bool)
     for (name, result), weight in zip(started.items(), weights, strict=True):
-        points = read_points(result() if callable(result) else result, count, f"reward function {name}")
-        if weight:                                        # else it is watched alone
-            failed |= torch.tensor([p is not None and math.isnan(p) for p in points])
-        points = torch.tensor([math.nan if p is None else p for p in points], dtype=torch.float64)
-        per_function[name] = points.view(shape)
+        rewards = read_rewards(result() if callable(result) else result, count, f"reward function {name}")
+        if weight:                                        # 0: excluded from the score
+            failed |= torch.tensor([r is not None and math.isnan(r) for r in rewards])
+        rewards = torch.tensor([math.nan if r is None else r for r in rewards], dtype=torch.float64)
+        per_function[name] = rewards.view(shape)
     return weighted_sum(per_function, weights).masked_fill(failed.view(shape), torch.nan), per_function
 
 
 def weighted_sum(per_function: dict[str, Tensor], weights: list[float]) -> Tensor:
-    """Add up the points of each function (P, G) -> scores (P, G), with NaN for None as above."""
+    """Add up the weighted rewards of functions, (P, G) each: scores (P, G), with NaN for None as above."""
     import torch
 
     assert len(weights) == len(per_function), f"{len(weights)=} {list(per_function)=}"
-    points = torch.stack(list(per_function.values()))                                   # (functions, P, G)
-    skipped = points.isnan().all(dim=2, keepdim=True)             # the function does not apply to this group
-    weight = torch.tensor(weights, dtype=points.dtype)[:, None, None]
+    rewards = torch.stack(list(per_function.values()))                                  # (functions, P, G)
+    skipped = rewards.isnan().all(dim=2, keepdim=True)            # the function does not apply to this group
+    weight = torch.tensor(weights, dtype=rewards.dtype)[:, None, None]
     if any(weights):
-        skipped = skipped | (weight == 0)                         # watched alone
-    weighted = torch.where(skipped, 0.0, points * weight)
+        skipped = skipped | (weight == 0)                         # logged only
+    weighted = torch.where(skipped, 0.0, rewards * weight)
     return torch.where(skipped.all(dim=0), torch.nan, weighted.sum(dim=0))
 
 
@@ -144,7 +144,7 @@ def text_of(completion) -> str:
 
 
 def score_each(score_one: Callable, completions, *columns) -> list[float | None]:
-    """Return score_one(text, *values) for each completion, None where a value is missing or a dict."""
+    """Return score_one(text, *values) for each completion; None where a value is missing or is a dict."""
     return [
         None if any(is_missing(value) or isinstance(value, dict) for value in values)
         else score_one(text_of(completion), *values)
@@ -153,14 +153,14 @@ def score_each(score_one: Callable, completions, *columns) -> list[float | None]
 
 
 def is_missing(value) -> bool:
-    """Check for None, blank text and NaN. data.py turns a NaN in the column `answer` into "nan"."""
+    """Return True for None, blank text and NaN. data.py turns a NaN in the column `answer` into "nan"."""
     return value is None or (isinstance(value, str | float) and str(value).strip() in ("", "nan"))
 
 
 def extract_answer(text: str) -> str | None:
-    """Return the text between <answer> and </answer>; None unless exactly one such pair exists, not empty.
+    """Return the text between <answer> and </answer>; None if it is blank, or unless there is just one pair.
 
-    Several answers count as none, because listing all candidates would score otherwise.
+    Several answers count as none, because otherwise listing all candidates would be rewarded.
     """
     if not has_one_pair("answer", text):
         return None
@@ -168,13 +168,13 @@ def extract_answer(text: str) -> str | None:
 
 
 def has_one_pair(tag: str, text: str) -> bool:
-    """Check that <tag> and then </tag> occur in the text, once each."""
+    """Return True if the text has <tag> and then </tag>, once each."""
     return re.findall(f"</?{tag}>", text) == [f"<{tag}>", f"</{tag}>"]
 
 
 def same_answer(given: str | None, truth) -> bool:
-    """Compare two answers as numbers, or as text without regard to case and surrounding space. The truth may
-    be a list, of which any may be given. Unreadable answers equal none.
+    """Return True if two answers are equal as numbers, or as text apart from case and surrounding space. The
+    truth may be a list of right answers. An answer of None or a missing truth equals nothing.
     """
     if isinstance(truth, list):
         return any(same_answer(given, one) for one in truth)
@@ -202,7 +202,7 @@ def as_number(text: str) -> Decimal | None:
 
 
 def build_arguments(rollout, examples: list[dict]) -> dict[str, list]:
-    """Return the arguments of reward functions, lists of B entries: columns are repeated for siblings."""
+    """Return the arguments of reward functions, lists of B entries. Columns are repeated within a group."""
     group_size, remainder = divmod(len(rollout.completions), len(examples))
     assert remainder == 0, f"{len(rollout.completions)=} is not a multiple of {len(examples)=}"
     rows = [example for example in examples for _ in range(group_size)]
@@ -215,7 +215,7 @@ def build_arguments(rollout, examples: list[dict]) -> dict[str, list]:
 
 
 def select_tokens(values: Tensor, mask: Tensor) -> list[list]:
-    """Return the values (rows, T) where the mask is True, a list for each row."""
+    """Return the values (rows, T) where the mask is True, as one list for each row."""
     return [row[chosen].tolist() for row, chosen in zip(values, mask, strict=True)]
 
 
@@ -226,22 +226,22 @@ def match_prompt_format(completion: str | list[dict], prompt) -> str | list[dict
     return completion
 
 
-def read_points(returned, count: int, subject: str) -> list[float | None]:
-    """Return points in a list, tuple, array or tensor as a list. Raise ValueError, which begins with the
-    subject, if they are not a number or None for each of `count` completions.
+def read_rewards(returned, count: int, subject: str) -> list[float | None]:
+    """Return rewards from a list, tuple, array or tensor as a list. Raise ValueError, which begins with the
+    subject, unless there is a number or None for each of `count` completions.
     """
     expected = f"return a list with one number (or None) for each of the {count} completions"
     try:
         if not isinstance(returned, list | tuple) and not getattr(returned, "ndim", 0):
             raise TypeError
-        points = [None if point is None else float(point) for point in returned]
+        rewards = [None if reward is None else float(reward) for reward in returned]
     except (TypeError, ValueError, OverflowError):
         raise ValueError(f"{subject} returned {returned!r:.60}; {expected}") from None
-    if len(points) != count:
-        raise ValueError(f"{subject} returned {len(points)} values for {count} completions; {expected}")
-    if any(point and abs(point) > MOST_POINTS for point in points):
-        raise ValueError(f"{subject} returned infinite or over {MOST_POINTS:g} points; return None if unable")
-    return points
+    if len(rewards) != count:
+        raise ValueError(f"{subject} returned {len(rewards)} values for {count} completions; {expected}")
+    if any(reward and abs(reward) > MAX_REWARD for reward in rewards):
+        raise ValueError(f"{subject} returned a reward beyond +-{MAX_REWARD:g}; return None if unable")
+    return rewards
 
 
 def name_of(function: Callable) -> str:
@@ -250,4 +250,4 @@ def name_of(function: Callable) -> str:
 
 
 if __name__ == "__main__":
-    raise SystemExit("rewards.py: for points of right and wrong completions: train.py --use_grpo --check ...")
+    raise SystemExit("rewards.py: to see rewards of right and wrong completions: train.py --use_grpo --check")

@@ -1,18 +1,18 @@
 """
 Sampling: prompts in, groups of completions out, with the log-probability of each sampled token.
 
-Prompts are padded on the left, so that all end in one column, and forwarded together, once. Their keys and
-values in transformers' cache are copied for each completion. Then a loop samples a token for each completion,
-until it ends with a stop token or at the length limit. engine/sampler.py draws the same without copies: what
-train.py runs on a GPU, and where prompts are long (--engine).
+Prompts are padded on the left, so that all end in the same column, and forwarded once, as a batch. The cached
+keys and values of each prompt are copied for each of its completions. Then a loop samples one token of every
+completion, until all have ended with a stop token or reached the length limit. engine/sampler.py samples the
+same completions without copying the cache; train.py uses it on a GPU and for long prompts (--engine).
 
-Each completion has its own RNG stream, from the seed of its prompt and its number in the group, so results do
-not depend on batching, up to the rounding of the model.
-With an environment the policy takes turns, each up to a stop token, and `reply` adds an environment's tokens
-behind them. They are forwarded one by one, like the others:
+Each completion has its own RNG stream, seeded by its prompt's seed and its index in the group, so results do
+not depend on batching, up to rounding in the model.
+With an environment, a completion has several turns. Each turn of the policy ends with a stop token; then
+`reply` appends the environment's tokens, which are forwarded one by one like sampled tokens:
 
-    ids        p p p | c c s e e e c c s      c sampled, s a sampled stop token, e the environment's
-    sampled            1 1 1 0 0 0 1 1 1      completion_mask
+    ids        p p p | c c s e e e c c s      p prompt, c sampled, s sampled stop token, e environment
+    sampled            1 1 1 0 0 0 1 1 1      becomes completion_mask
     replied            0 0 0 1 1 1 0 0 0      filled = sampled | replied
 
 Shapes: P prompts of up to Tp tokens, G completions of each, B = P*G rows with the completions of a prompt
@@ -34,26 +34,26 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 
 from data import after_turn, encode_demonstration, encode_prompt, prompt_of
-from logprobs import compute_logits, distribution_of, restrict_logits
+from logprobs import compute_logits, restrict_logits, sampling_params_of
 
-DROP_BELOW = 0.75               # finished rows leave the batch, by a copy, once at most this share goes on
-CHECK_EVERY = 8                 # tokens between checks for finished rows on a GPU: each waits for the device
+DROP_BELOW = 0.75               # finished rows are removed, by a copy, if at most this share is unfinished
+CHECK_EVERY = 8                 # tokens between checks for finished rows on a GPU: each check is a wait
 
 
 @dataclass
 class Rollout:
-    """P prompts with G completions each, on the CPU. Training uses the ids, reward functions the texts."""
+    """P prompts with G completions each, on the CPU. Training reads the ids, reward functions the texts."""
 
     prompt_ids: Tensor          # (P, Tp) left-padded
     prompt_mask: Tensor         # (P, Tp) bool
-    completion_ids: Tensor      # (B, T) right-padded; an environment's tokens are among them
+    completion_ids: Tensor      # (B, T) right-padded, including an environment's tokens
     completion_mask: Tensor     # (B, T) bool, True on the tokens that the policy sampled
-    sampling_logp: Tensor       # (B, T) nats, under the distribution; 0 elsewhere
+    sampling_logp: Tensor       # (B, T) nats, with sampling_params; 0 on other tokens
     finished: Tensor            # (B,) bool, False if the length limit came first
-    completions: list           # B texts without stop token; with an environment, lists of messages
-    distribution: dict = field(default_factory=dict)    # arguments of restrict_logits; {}: the model's own
-    turn_points: Tensor | None = None   # (B, T) rewards of turns, at their ends; NaN: the environment raised
-    environments: list | None = None    # B instances of a class, one for each conversation
+    completions: list           # B texts without stop tokens; lists of messages if there is an environment
+    sampling_params: dict = field(default_factory=dict)         # arguments of restrict_logits
+    turn_points: Tensor | None = None   # (B, T) rewards at the ends of turns; NaN: the environment raised
+    environments: list | None = None    # B instances, if the environment is a class
 
 
 def sample_completions_for_prompts(
@@ -65,36 +65,36 @@ def sample_completions_for_prompts(
     prompts    strings, lists of chat messages, or lists of token ids
     config     has num_completions_per_prompt, generation_max_length (new tokens), generation_temperature
                (0: the most likely token), generation_top_k (0: all), generation_top_p (1: all), and may have
-               generation_min_p (0: all), generation_batch_size (completions at once, or a group; 0: all)
+               generation_min_p (0: all), generation_batch_size (at once, at least one group; 0: all)
     seed       an integer; or a sequence with an integer or a tuple of integers for each prompt
-    num_completions  G, if not the config's
-    reply      reply(row, ids after the prompt) -> ids: what an environment adds when a turn has ended, [] at
-               the end. None: a completion is one turn
+    num_completions  G; None: config.num_completions_per_prompt
+    reply      reply(row, ids after the prompt) -> token ids of the environment after a turn, [] to end the
+               conversation. None: each completion is a single turn
     """
     group_size = num_completions or config.num_completions_per_prompt
     prompt_ids = [encode_prompt(tokenizer, prompt) for prompt in prompts]
     uniforms = uniform_streams(seed, len(prompts), group_size, config.generation_max_length)
     prompts_at_once = max(1, (getattr(config, "generation_batch_size", 0) or len(uniforms)) // group_size)
-    distribution = distribution_of(config)
+    sampling_params = sampling_params_of(config)
     parts = []
     with sampling_mode(model):
         for first in range(0, len(prompts), prompts_at_once):
             batch, first_row = prompt_ids[first : first + prompts_at_once], first * group_size
             batch_uniforms = uniforms[first_row : first_row + len(batch) * group_size]
             batch_reply = reply and (lambda row, ids, first_row=first_row: reply(first_row + row, ids))
-            parts.append(sample_batch(model, tokenizer, batch, batch_uniforms, distribution, batch_reply))
-    columns = map(torch.cat, zip(*parts, strict=True))    # ids, sampled, filled, logp, finished of all
-    return make_rollout(tokenizer, prompt_ids, distribution, *columns)
+            parts.append(sample_batch(model, tokenizer, batch, batch_uniforms, sampling_params, batch_reply))
+    columns = map(torch.cat, zip(*parts, strict=True))    # all ids, sampled, filled, logp, finished
+    return make_rollout(tokenizer, prompt_ids, sampling_params, *columns)
 
 
 def sample_batch(
-    model, tokenizer, prompts: list[list[int]], uniforms: Tensor, distribution: dict,
+    model, tokenizer, prompts: list[list[int]], uniforms: Tensor, sampling_params: dict,
     reply: Callable | None,
 ) -> tuple[Tensor, ...]:
-    """Sample the completions of some prompts together. Here B and T are those of uniforms.
+    """Sample the completions of some prompts as one batch. Here B and T are the shape of uniforms.
 
     uniforms  (B, T) a random number for each token
-    returns   for make_rollout, on the CPU: ids, sampled, filled, logp (B, T), and finished (B,)
+    returns   arguments of make_rollout, on the CPU: ids, sampled, filled, logp (B, T), and finished (B,)
     """
     device = next(model.parameters()).device
     num_rows, limit = uniforms.shape
@@ -109,13 +109,13 @@ def sample_batch(
     cache = DynamicCache(config=model.config.get_text_config())
     logits, prompt_mask = forward_prompts(model, prompts, rows, cache)
     for t in range(limit):
-        token, token_logp = sample_inverse_cdf(restrict_logits(logits, **distribution), uniforms[rows, t])
-        is_sampled = ~finished[rows] & ~replied[rows, t]  # (b,), elsewhere the token is not used
+        token, token_logp = sample_inverse_cdf(restrict_logits(logits, **sampling_params), uniforms[rows, t])
+        is_sampled = ~finished[rows] & ~replied[rows, t]  # (b,), other tokens are discarded
         ids[rows, t] = torch.where(is_sampled, token, ids[rows, t])
         logp[rows, t] = torch.where(is_sampled, token_logp.float(), 0.0)
         sampled[rows, t] = is_sampled
         ends_turn = is_sampled & torch.isin(token, stops)                        # (b,)
-        finished[rows] |= ends_turn                       # unless the environment replies
+        finished[rows] |= ends_turn                       # add_replies may set it back
         if reply:
             add_replies(reply, rows[ends_turn].tolist(), ids, replied, finished, t + 1)
         if t + 1 == limit:
@@ -133,7 +133,7 @@ def sample_batch(
 def forward_prompts(
     model, prompts: list[list[int]], rows: Tensor, cache: DynamicCache
 ) -> tuple[Tensor, Tensor]:
-    """Forward prompts once, and copy what that gives for each completion: rows (B,), G of each prompt.
+    """Forward each prompt once, then copy its cache and logits for each of its completions, rows (B,).
 
     Returns the logits (B, V) of the first token, and the mask (B, Tp) of the prompts.
     """
@@ -145,30 +145,30 @@ def forward_prompts(
 
 
 def drop_finished(finished: Tensor, rows: Tensor, cache: DynamicCache) -> Tensor:
-    """Select the rows that go on, in rows (b,) and in the cache, once there are few enough."""
-    going_on = (~finished[rows]).nonzero()[:, 0]          # indices into rows
-    if len(going_on) > DROP_BELOW * len(rows):
+    """Remove finished rows from rows (b,) and from the cache, if few are unfinished: see DROP_BELOW."""
+    unfinished = (~finished[rows]).nonzero()[:, 0]        # indices into rows
+    if len(unfinished) > DROP_BELOW * len(rows):
         return rows
-    cache.reorder_cache(going_on)                         # selects rows
-    return rows[going_on]
+    cache.reorder_cache(unfinished)                       # selects rows
+    return rows[unfinished]
 
 
 def add_replies(
     reply: Callable, ended: list[int], ids: Tensor, replied: Tensor, finished: Tensor, start: int
 ) -> None:
-    """Write an environment's tokens behind the turns of rows that have ended, from column start on."""
+    """Append the environment's tokens, from column start on, to the rows whose turn has ended."""
     for row in ended:
         added = reply(row, ids[row, :start].tolist())[: ids.shape[1] - start]
         ids[row, start : start + len(added)] = torch.tensor(added, dtype=torch.long, device=ids.device)
         replied[row, start : start + len(added)] = True
-        finished[row] = not added                         # else there is another turn
+        finished[row] = not added                         # after a reply, another turn follows
 
 
 def next_logits(model, ids: Tensor, mask: Tensor, cache: DynamicCache) -> Tensor:
-    """Forward tokens (b, n) behind those in the cache, and return the logits (b, V) of the next one.
+    """Forward tokens (b, n) that follow those in the cache, and return the logits (b, V) of the next token.
 
-    mask  (b, m) False on padding, of all tokens so far. Positions count the others: padding does not move a
-          prompt.
+    mask  (b, m) of all tokens so far, False on padding. Positions count only the True entries, so they do not
+          depend on padding.
     """
     hidden = model.base_model(
         input_ids=ids, attention_mask=mask, position_ids=positions_of(mask)[:, -ids.shape[1] :],
@@ -179,15 +179,15 @@ def next_logits(model, ids: Tensor, mask: Tensor, cache: DynamicCache) -> Tensor
 
 @functools.cache
 def name_of_cache(architecture: type) -> str:
-    """Return the name of a model's argument for the cache, which transformers 5.24 has changed for some."""
+    """Return the name of a model's cache argument, which transformers 5.24 has changed in some models."""
     return "cache" if "cache" in signature(architecture.forward).parameters else "past_key_values"
 
 
 def sample_inverse_cdf(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     """Draw by inverse transform sampling: logits (b, V), uniforms (b,) in [0, 1) -> tokens, logp (b,).
 
-    The token is the first one for which the probabilities up to it add up to more than the random number.
-    (torch.multinomial takes its numbers from one stream, so that a row's token depends on its batch.)
+    This selects the first token whose cumulative probability exceeds the random number. (torch.multinomial
+    draws from one stream for the whole batch, so a row's token would depend on the other rows.)
     """
     log_p = logits.log_softmax(dim=-1)
     # A sum over a large vocabulary needs float64, which mps does not have.
@@ -200,11 +200,11 @@ def sample_inverse_cdf(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor
 
 @contextmanager
 def sampling_mode(model):
-    """Turn gradients and dropout off; restore the model afterwards."""
+    """Turn off gradients and dropout; restore the model's mode afterwards."""
     training = model.training
     try:
         model.eval()
-        # Copies of a 16-bit model's weights live as long as the outermost autocast: this one, for all tokens.
+        # Autocast keeps 16-bit copies of weights until its outermost context ends: this one, for all tokens.
         with torch.no_grad(), torch.autocast(model.device.type, enabled=False):
             yield
     finally:
@@ -215,19 +215,19 @@ def sampling_mode(model):
 
 
 def uniform_streams(seed: int | Sequence, num_prompts: int, group_size: int, length: int) -> Tensor:
-    """Draw (B, length) float32 in [0, 1): a stream for each completion, see random_generators."""
+    """Draw random numbers (B, length) float32 in [0, 1), from a separate RNG stream for each completion."""
     generators = random_generators(seed, num_prompts, group_size)
     return torch.from_numpy(np.stack([each.random(length, dtype=np.float32) for each in generators]))
 
 
 def random_generators(seed: int | Sequence, num_prompts: int, group_size: int) -> list[np.random.Generator]:
-    """Return a generator for each of the B completions, from its prompt's seed and its number in the group.
+    """Return a generator for each of the B completions, seeded by its prompt's seed and index in the group.
 
-    seed  an integer, from which prompt p gets (seed, p); or an integer or a tuple for each prompt
+    seed  an integer, so that prompt p gets the seed (seed, p); or an integer or a tuple for each prompt
     """
     seeds = [(seed, p) for p in range(num_prompts)] if isinstance(seed, Integral) else seed
     if len(seeds) != num_prompts:
-        raise ValueError(f"seed: {len(seeds)} for {num_prompts} prompts; pass an integer, or one for each")
+        raise ValueError(f"seed: {len(seeds)} for {num_prompts} prompts; pass one integer, or one for each")
     of_prompts = [(each,) if isinstance(each, Integral) else each for each in seeds]
     return [
         np.random.default_rng([*of_prompt, sibling])
@@ -239,13 +239,13 @@ def random_generators(seed: int | Sequence, num_prompts: int, group_size: int) -
 
 
 def make_rollout(
-    tokenizer, prompts: list[list[int]], distribution: dict, ids: Tensor, sampled: Tensor,
+    tokenizer, prompts: list[list[int]], sampling_params: dict, ids: Tensor, sampled: Tensor,
     filled: Tensor, logp: Tensor, finished: Tensor,
 ) -> Rollout:
-    """Return sampled completions as a Rollout, without the columns after the longest one.
+    """Return sampled completions as a Rollout, cut to the length of the longest one.
 
-    sampled   (B, T) bool, the tokens of the policy;  filled: these and an environment's
-    finished  (B,) bool, the last token is a stop token
+    sampled   (B, T) bool, tokens of the policy;  filled: tokens of the policy or an environment
+    finished  (B,) bool, True if the last token is a stop token
     """
     longest = int(filled.any(dim=0).sum())
     ids, sampled, filled, logp = (x[:, :longest] for x in (ids, sampled, filled, logp))
@@ -255,12 +255,12 @@ def make_rollout(
         decode_completion(tokenizer, row[:end]) for row, end in zip(ids.tolist(), ends, strict=True)]
     ids = ids.masked_fill(~filled, tokenizer.pad_token_id)
     prompts = left_pad(prompts, tokenizer.pad_token_id)
-    return Rollout(*prompts, ids, sampled, logp, finished, completions, distribution)
+    return Rollout(*prompts, ids, sampled, logp, finished, completions, sampling_params)
 
 
 def decode_completion(tokenizer, ids: list[int]) -> str:
     """Return the text of sampled tokens, without pad and BOS tokens. Other special tokens, such as <think>,
-    stay: reward functions see what the policy wrote.
+    are kept, so that reward functions see what the policy wrote.
     """
     silent = tokenizer.pad_token_id, tokenizer.bos_token_id
     return tokenizer.decode([i for i in ids if i not in silent])
@@ -269,7 +269,7 @@ def decode_completion(tokenizer, ids: list[int]) -> str:
 def demonstrations_as_rollout(model, tokenizer, examples: list[dict], encode=encode_demonstration) -> Rollout:
     """Return the demonstrations of examples as a rollout with one completion for each prompt.
 
-    encode  (tokenizer, prompt, completion, stop_ids) -> token ids, and True where they are the policy's
+    encode  (tokenizer, prompt, completion, stop_ids) -> token ids; and a mask, True on tokens to train on
     """
     stops = stop_token_ids(model, tokenizer)
     prompts = [encode_prompt(tokenizer, prompt_of(tokenizer, example)) for example in examples]
@@ -278,13 +278,13 @@ def demonstrations_as_rollout(model, tokenizer, examples: list[dict], encode=enc
     return Rollout(
         *left_pad(prompts, tokenizer.pad_token_id), completion_ids, mask,
         sampling_logp=torch.zeros(mask.shape), finished=torch.ones(len(rows), dtype=torch.bool),
-        completions=[e["completion"] for e in examples], distribution={},
+        completions=[e["completion"] for e in examples], sampling_params={},
     )
 
 
 def stop_token_ids(model, tokenizer, with_template: bool = True) -> list[int]:
-    """Return the ids that end a completion: the generation config's, of which Gemma 3 has two, the
-    tokenizer's, and end_of_turn of the template.
+    """Return the ids that end a completion: the EOS tokens of the generation config (Gemma 3 has two) and of
+    the tokenizer, and the end of a turn in the chat template.
     """
     configured = model.generation_config.eos_token_id if model.generation_config else None
     configured = configured if isinstance(configured, list) else [configured]
@@ -319,17 +319,17 @@ def positions_of(mask: Tensor) -> Tensor:
     return (mask.long().cumsum(dim=1) - 1).clamp(min=0)
 
 
-# ---- joining and selecting groups --------------------------------------------------------------------------
-# Field by field, so that a field that is added to Rollout, or to Groups in experience.py, takes part.
+# ---- concatenating and selecting groups --------------------------------------------------------------------
+# Both functions handle all fields, so new fields of Rollout, or of Groups in experience.py, need no code.
 
-OF_THE_WHOLE = bool | int | float | str | None            # types of fields that say the same of all groups
+OF_THE_WHOLE = bool | int | float | str | None            # types of fields with one value for all groups
 
 
 def concatenate(parts: list, name: str = ""):
     """Concatenate the groups of several rollouts, or of their fields.
 
     Tensors are padded with 0 to the longest row, on the left if the name of their field begins with prompt_.
-    Lists are joined; dicts and dataclasses entry by entry; numbers and strings have to be equal in all parts.
+    Dicts and dataclasses are concatenated entry by entry. Numbers and strings must be equal in all parts.
     """
     first = parts[0]
     if any(type(part) is not type(first) for part in parts):

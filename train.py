@@ -1,27 +1,27 @@
 """
 GRPO and supervised training of a language model.
 
-    python train.py --use_grpo --num_completions_per_prompt 4      a small model learns addition: a supervised
-                                                                   start, then GRPO; without downloads
-    python train.py --help                                         every flag
+    python train.py --use_grpo --num_completions_per_prompt 4      train the small built-in model to add:
+                                                                   supervised first, then GRPO; no downloads
+    python train.py --help                                         list all flags
 
-Reading order: examples/minimal.py, the step without options, in one short program; here grpo_training_step,
-what it calls, and training_loop, which takes the steps; policy.py, the policy's four verbs.
+Reading order: examples/minimal.py is a training step without options, in one short program. Here, read
+grpo_training_step, the functions that it calls, and training_loop, which repeats it. Then read policy.py.
 
-Shapes: P prompts, G completions of each, B = P*G rows, b rows of a micro-batch, T completion tokens.
-Units: log-probabilities (logp) and KL in nats; rewards have none.
-    policy         the model that is trained;  reference: another one, which the KL penalty compares it with
-    score          weighted sum of what the reward functions give to a completion
-    reward         the score after --reward_combination, --reward_clip and --overlong; advantages are
-                   computed from it
-    tied           of a group: its rewards are equal, or fewer than two, so that they give no advantages
-    rollout        completions, and their logp when they were sampled
-    experience     a rollout with advantages, old_logp (usually logp when sampled) and the reference's logp
+Shapes: P prompts, G completions per prompt, B = P*G rows, b rows in a micro-batch, T completion tokens.
+Units: log-probabilities (logp) and KL are in nats; rewards have no unit.
+    policy         the model that is trained
+    reference      a second model; the KL penalty keeps the policy close to it
+    group          the G completions of one prompt, which are compared with each other
+    score          the weighted sum of the rewards that the reward functions return for a completion
+    reward         the score after --reward_combination, --reward_clip and --overlong
+    tied group     a zero-variance group: its rewards are equal, so its advantages are 0
+    rollout        completions, and the logp of their tokens when they were sampled
+    experience     a rollout with everything that its updates need: advantages, old_logp, reference_logp
     batch          the rows of one update, with the weight of each token in the loss
-    training step  one rollout, and the updates on it
-    update         one optimiser step. --max_steps, --eval_steps and step in metrics.jsonl count updates:
-                   with --ppo_epochs 2 they rise by 2 in a training step
-    phase          grpo, after a supervised cold_start if there is one; or supervised alone
+    update         one optimiser step. --max_steps, --eval_steps and step in metrics.jsonl count updates
+    training step  one rollout and the updates on it: one update by default, two with --ppo_epochs 2
+    phase          a part of a run: grpo, a supervised cold_start before it, or supervised
     run            policy, reference, data, progress, log and checkpoints (runs/run.py)
 """
 
@@ -60,43 +60,43 @@ VALUE_COEF = 0.1                # weight of value_loss, which is half of the squ
 
 
 def grpo_training_step(run: Run, examples: list[dict]) -> tuple[dict, Experience]:
-    """Sample a group for each prompt, score it, make completions above their group's mean more likely.
+    """Sample a group for each prompt, and make completions with rewards above the group's mean more likely.
 
-        A      (reward - mean(group)) / std(group)        the group is the baseline: no critic
+        A      (reward - mean(group)) / std(group)        the baseline is the group's mean, not a critic
         ratio  exp(logp - old_logp)                       policy now / policy that sampled
         loss   sum over tokens of -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A) * weight
 
-    By default a token's weight is 1 / number of tokens; for others see grpo.token_weights. Returns metrics
-    and the experience.
+    By default the weight of a token is 1 / number of tokens in the update; grpo.token_weights has the
+    alternatives. Returns metrics and the experience.
     """
     config, policy, progress = run.config.grpo, run.policy, run.progress
     P, G = len(examples), config.num_completions_per_prompt
 
-    # 1. Sample G completions of each prompt, and score them: rewards (P, G).
+    # 1. Sample G completions of each prompt, and compute their rewards (P, G).
     started = time.perf_counter()
     groups = sample_groups(run, examples)
     require(groups.rewards.shape == (P, G), f"{groups.rewards.shape=} {P=} {G=}")
     sampling_seconds = time.perf_counter() - started
 
-    # 2. Compare each completion with the others of its group.
-    advantages = compute_group_advantages(                                       # (P, G), 0 in tied groups
+    # 2. Compare each completion with the other completions of its group.
+    advantages = compute_group_advantages(                                       # (P, G); 0 in tied groups
         groups.rewards, baseline=config.baseline, scale=config.scale, global_mean=progress.mean_reward)
     if config.baseline in CENTERED_BASELINES:
         off_center = float(advantages.sum(dim=1).abs().max() / advantages.abs().max().clamp(min=1))
         require(off_center <= 1e-3, f"the advantages of a group must sum to 0: {off_center=}")
 
-    # 3. Collect what stays the same during the updates, (B, T): mask, old_logp, advantages; and, if their
-    #    flags ask for them, the reference's logp, KL in the reward, values, importance weights.
+    # 3. Compute what stays constant during the updates, (B, T) each: mask, old_logp and advantages. Flags
+    #    add the reference's logp, the KL in the reward, values, and importance weights.
     experience = compute_experience(groups, advantages, config, policy, run.reference)
 
-    # 4. Update the policy: once, or --ppo_epochs times on every minibatch (minibatches yields all epochs).
+    # 4. Update the policy: once by default, else on every minibatch of each of the --ppo_epochs.
     loss_fn, updates = partial(grpo_loss, config), []
-    kl_reference = run.reference if config.exact_kl else None        # forwarded in every pass of the policy
+    kl_reference = run.reference if config.exact_kl else None        # forwarded with every micro-batch
     seed = (run.config.training.seed << 32) + progress.step
     for rows in islice(minibatches(config, P * G, seed), run.updates_left):
         batch = experience.batch(rows, config.aggregation, max_tokens=config.generation_max_length)
         losses = policy.forward_backward(batch, loss_fn, reference=kl_reference)
-        if all(earlier["grad_norm"] == 0 for earlier in updates):    # it is still the policy that sampled
+        if all(earlier["grad_norm"] == 0 for earlier in updates):    # no update has changed the policy
             policy.require_ratios_of_1(losses | experience.metrics)
         update = losses | policy.optimizer_step(run.config.training.max_grad_norm)
         updates.append(update)
@@ -108,16 +108,16 @@ def grpo_training_step(run: Run, examples: list[dict]) -> tuple[dict, Experience
 
 
 def grpo_loss(config: GRPOConfig, new: LogProbs, batch: Batch) -> tuple[dict, dict]:
-    """Compute the terms of the loss of some completions, under the policy as it is now.
+    """Compute the terms of the loss for the rows of a micro-batch, under the current policy.
 
         loss = policy_loss + kl_coef * KL - entropy_coef * entropy + VALUE_COEF * value_loss
-        KL   = exp(logp - trainer_logp) * (exp(x) - x - 1) by default, with x = reference_logp - logp, and
-               trainer_logp = logp before the updates
+        KL   = exp(logp - trainer_logp) * (exp(x) - x - 1) by default, with x = reference_logp - logp;
+               trainer_logp is logp before the updates
 
-    new      (b, T) log-probabilities, entropy, values, with gradient
-    batch    (b, T) what was computed before the updates; weights: the factor of each token in the loss
-    returns  terms, scalars whose sum is the loss; and metrics: tensors (b, T), averaged over the tokens that
-             are forwarded, and scalars, added up over the passes. All are logged
+    new      (b, T) log-probabilities, entropy and values, with gradient
+    batch    (b, T) what was computed before the updates, and the weight of each token in the loss
+    returns  terms, which are scalars whose sum is the loss; and metrics to log: tensors (b, T) are averaged
+             over all forwarded tokens, scalars are added up over the micro-batches
     """
     mask, weights = batch.mask, batch.weights
     loss, metrics = policy_loss(
@@ -136,10 +136,10 @@ def grpo_loss(config: GRPOConfig, new: LogProbs, batch: Batch) -> tuple[dict, di
 
 
 def sample_groups(run: Run, examples: list[dict]) -> Groups:
-    """Sample and score a group for each example. --dynamic_sampling replaces those without signal."""
+    """Sample and score a group for each example; --dynamic_sampling replaces zero-variance groups."""
     groups = sample_once(run, examples, attempt=0)
     for attempt in range(1, run.config.grpo.dynamic_sampling + 1):               # arXiv:2503.14476 sec. 3.2
-        no_signal = groups.without_signal(run.config.grpo)           # (P,); kept after the last attempt
+        no_signal = groups.without_signal(run.config.grpo)           # (P,); the last attempt keeps them
         if not no_signal.any():
             break
         new_examples = run.batches.take(int(no_signal.sum()))
@@ -148,7 +148,7 @@ def sample_groups(run: Run, examples: list[dict]) -> Groups:
 
 
 def sample_once(run: Run, examples: list[dict], attempt: int) -> Groups:
-    """Sample and score a group for each example, and count its rewards in the mean of the run."""
+    """Sample and score a group for each example, and add the rewards to the mean over the run."""
     config, progress = run.config.grpo, run.progress
     seeds = [(run.config.training.seed, progress.step, attempt, p) for p in range(len(examples))]
     groups = sample_and_score(run.policy, examples, seeds, config, **run.scoring)
@@ -158,7 +158,7 @@ def sample_once(run: Run, examples: list[dict], attempt: int) -> Groups:
 
 
 def move_reference(run: Run, update: dict) -> None:
-    """Move the reference, if there is one, towards the policy after an update, as --reference_mode says."""
+    """Update the reference, if there is one, after an update of the policy: see --reference_mode."""
     config, reference = run.config.grpo, run.reference
     if reference is None:
         return
@@ -169,13 +169,13 @@ def move_reference(run: Run, update: dict) -> None:
 
 
 def require(condition: bool, message: str) -> None:
-    """Raise AssertionError unless the condition holds: an assert that python -O does not remove."""
+    """Raise AssertionError unless the condition holds. Unlike assert, this also works under python -O."""
     if not condition:
         raise AssertionError(message)
 
 
 def supervised_training_step(run: Run, examples: list[dict]) -> tuple[dict, Experience]:
-    """Make demonstrations more likely: one update, whose loss is the mean of -logp over all tokens."""
+    """Make one update on demonstrations. The loss is the mean of -logp over all tokens of the assistant."""
     policy = run.policy
     rollout = demonstrations_as_rollout(policy.model, policy.tokenizer, examples, encode=encode_turns)
     experience = demonstrations_as_experience(examples, rollout)
@@ -187,14 +187,15 @@ def supervised_training_step(run: Run, examples: list[dict]) -> tuple[dict, Expe
 
 
 def supervised_loss(new: LogProbs, batch: Batch) -> tuple[dict, dict]:
-    """Compute the loss of demonstrations: -logp of each token, times its weight."""
+    """Compute the loss of demonstrations, the sum of -logp * weight over tokens; and the entropy, to log."""
     return {"loss": weighted_loss(-new.logp, batch.weights)}, {"entropy": new.entropy}
 
 
 def train(config: Config, *, on_step: Callable | None = None, **objects) -> tuple:
-    """Train, and return model and tokenizer. objects: reward_functions, dataset, ... as for set_up.
+    """Train a model, and return it with its tokenizer.
 
     on_step  called as on_step(run, metrics, experience) after each step
+    objects  reward_functions, dataset, ...: arguments of set_up
     """
     run = set_up(resumed(config), **objects)
     training_loop(run, on_step)
@@ -202,27 +203,26 @@ def train(config: Config, *, on_step: Callable | None = None, **objects) -> tupl
 
 
 def training_loop(run: Run, on_step: Callable | None = None) -> None:
-    """Take the steps of all phases, and write the trained model to final/ in the run folder.
+    """Run all phases step by step, and write the trained model to final/ in the run folder.
 
-    evaluation    before the first step of a new run, every eval_steps of a phase, and at its end
-    checkpoint    every --save_steps, at the end of a phase, at a stop, and in front of a step that raises
-    stop          Ctrl-C, SIGTERM or SIGHUP: after the current step
-
-    What is due follows from run.progress, so a resumed run repeats an evaluation that raised.
+    evaluation    before the first step of a new run, every --eval_steps updates, and at the end of a phase
+    checkpoint    every --save_steps updates, at the end of a phase, when the run stops, and when a step
+                  raises: then it holds the state before that step
+    stop          after the current step, on Ctrl-C, SIGTERM or SIGHUP
     """
     if run.is_complete():
         return
     with run.started() as stop_requested:
-        for phase in run.phases_left():                   # begins, ends and saves each; then writes final/
+        for phase in run.phases_left():                   # begins and saves each; at last writes final/
             take_step = grpo_training_step if phase.name == "grpo" else supervised_training_step
             while True:
-                run.evaluate_if_due()
+                run.evaluate_if_due()                     # if it raises, a resumed run repeats it
                 if phase.is_over(run.progress):
                     break
                 stopping = stop_requested()
                 run.save_if_due(stopping)
                 if stopping:
-                    return                                # the phase does not end
+                    return                                # in mid-phase: --resume continues it
                 with run.saved_on_error():
                     started = time.perf_counter()
                     metrics, experience = take_step(run, next(run.batches))
@@ -231,12 +231,12 @@ def training_loop(run: Run, on_step: Callable | None = None) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Parse flags (None: the program's) and set up the run; then train, or with --check print its rewards."""
+    """Set up the run that flags describe (None: sys.argv); then train, or with --check print its rewards."""
     with exit_on_errors("train.py"):
         run = set_up(parse_config(sys.argv[1:] if argv is None else argv))
         check = run.config.training.check
         if check:
-            from analysis.reward_linter import print_rewards  # here: for this flag alone
+            from analysis.reward_linter import print_rewards  # imported for --check only
 
             print_rewards(run)
     if not check:

@@ -1,8 +1,8 @@
 """
-The training doctor: what the metrics of a run show at its end, and which flags to change.
+The training doctor: problems that the metrics of a run show at its end, and the flags to change.
 
-find_problems is a table of rules: a name, a condition on means over the first and the last tenth of the run,
-and the advice. To add a rule, add a row, and a history to tests/analysis/test_doctor.py.
+find_problems has a table of rules: a name, a condition on means over the first and the last tenth of the run,
+and the advice. To add a rule, add a row, and a history in tests/analysis/test_doctor.py.
 """
 
 import math
@@ -10,13 +10,13 @@ from collections import defaultdict
 
 from runs.groups import SUCCESS, mean_of
 
-LEAST = 10                      # rollouts below which nothing is found
+LEAST = 10                      # with fewer rollouts, no rule is applied
 
 
 def means(rollouts: list[dict]) -> dict[str, float]:
-    """Return the mean of each metric over some rollouts, NaN for one that is missing.
+    """Return the mean of each metric over some rollouts; NaN for a missing metric.
 
-    A comparison with NaN is False: no finding.
+    Comparisons with NaN are False, so they lead to no finding.
     """
     names = set().union(*rollouts)
     return defaultdict(lambda: math.nan, {name: mean_of(rollouts, name) for name in names})
@@ -25,7 +25,7 @@ def means(rollouts: list[dict]) -> dict[str, float]:
 def find_problems(tenths: list[dict], right: str, flags: dict) -> list[str]:
     """Return "rule: advice" for each rule whose condition holds, the most severe first.
 
-    tenths  means of each tenth of the run;  right  the metric with the share of right completions, or ""
+    tenths  the means of each tenth of the run;  right  the metric for the share of right completions, or ""
     """
     def course(name: str, form: str = ".2f") -> str:
         return f"from {start[name]:{form}} to {end[name]:{form}}"
@@ -33,50 +33,50 @@ def find_problems(tenths: list[dict], right: str, flags: dict) -> list[str]:
     start, end = tenths[0], tenths[-1]
     known = [tenth["mean_reward"] for tenth in tenths if not math.isnan(tenth["mean_reward"])]
     best, reward = max(known, default=math.nan), end["mean_reward"]
-    # More completions are right than at the start, or, if unknown, rewards are higher.
+    # Improvement: more right completions than at the start or, if that is unknown, higher rewards.
     goal = right or "mean_reward"
     improves = end[goal] - start[goal] > 0.05 * abs(start[goal])
-    lost = max(0.05, 0.5 * abs(best), 0.5 * (best - start["mean_reward"]))       # reward, in a collapse
+    lost = max(0.05, 0.5 * abs(best), 0.5 * (best - start["mean_reward"]))       # of reward
     tied = end["tied_groups"]
-    # A function is taken to give 0 to 1, or -1 to 0 if the mean reward was never above 0, unless it was
-    # outside of that.
+    # Functions are assumed to return 0 to 1, or -1 to 0 if mean_reward was never above 0, unless mean_reward
+    # was outside of that range.
     weights = flags["reward_weights"] or [1.0] * len(flags["reward_functions"])
     lowest = min(sum(weight for weight in weights if weight < 0), *known, 0)
     highest = max(sum(weight for weight in weights if weight > 0), *known, 0)
     if known and max(known) <= 0 and min(known) < 0:
         lowest, highest = min(lowest, lowest - highest), 0
     mostly_right = end["tied_right_groups"] > tied / 2 if right else reward > (lowest + highest) / 2
-    fewer_right = max(0.02, 0.2 * start[right])           # share of the completions, in reward hacking
+    fewer_right = max(0.02, 0.2 * start[right])           # fall of the share in reward hacking
     longer = end["completion_tokens"] > 1.5 * start["completion_tokens"] and not improves
-    remedy = ("take easier problems, a reward function with partial credit, more --cold_start_steps or more "
+    remedy = ("use easier problems, a reward function with partial credit, more --cold_start_steps or more "
               "--num_completions_per_prompt")
     if mostly_right:
-        remedy = (f"most of them are all right (mean_reward {reward:.2f}): take harder problems, or "
-                  "--dynamic_sampling 3")
+        remedy = (f"in most of them all completions are right (mean_reward {reward:.2f}): use harder "
+                  "problems, or --dynamic_sampling 3")
     smaller_updates = (
-        f"take a lower --learning_rate (now {flags['learning_rate']}), fewer --ppo_epochs (now "
+        f"use a lower --learning_rate (now {flags['learning_rate']}), fewer --ppo_epochs (now "
         f"{flags['ppo_epochs']}) or a KL penalty (--kl_penalty_coef, now {flags['kl_penalty_coef']})")
     rules = [
         ("not_finite", end["skipped"] > 0,
          f"updates that were not finite were skipped, and their batches are in skipped.jsonl: "
          f"{smaller_updates}"),
         ("unscored", end["unscored"] > 0.1,
-         f"{end['unscored']:.0%} of the completions could not be scored, and nothing is learned from them: "
-         "look for the reason in rollouts.jsonl, reward_errors.jsonl or with --check"),
+         f"{end['unscored']:.0%} of the completions could not be scored and have no advantage: look for the "
+         "reason in rollouts.jsonl, reward_errors.jsonl or with --check"),
         ("collapse", best - reward > lost,
-         f"mean_reward fell from {best:.2f}, its best, to {reward:.2f}: begin a run from a checkpoint before "
-         f"that (--model_path), and {smaller_updates}"),
+         f"mean_reward fell from its maximum, {best:.2f}, to {reward:.2f}: start a run from an earlier "
+         f"checkpoint (--model_path), and {smaller_updates}"),
         ("reward_hacking", reward > start["mean_reward"] and start[right] - end[right] > fewer_right,
          f"the reward rose {course('mean_reward')} and {right} fell {course(right)}: another reward "
-         "function pays for something else; see --check, and lower its --reward_weights"),
+         "function rewards something else; see --check, and lower its --reward_weights"),
         ("length", longer,
-         f"completions grew {course('completion_tokens', '.0f')} tokens, and no more are right: see in "
-         "rollouts.jsonl why, or take --overlong penalise"),
+         f"completions grew {course('completion_tokens', '.0f')} tokens, but no more of them are right: "
+         "find the reason in rollouts.jsonl, or use --overlong penalise"),
         ("entropy", end["entropy"] < 0.5 * start["entropy"] and not improves,
-         f"entropy fell {course('entropy')} nat/token, and no more completions are right: "
+         f"entropy fell {course('entropy')} nat/token, but no more completions are right: "
          f"{smaller_updates} or --entropy_coef 0.01"),
         ("ties", tied > 0.7 and not flags["use_value_head"],
-         f"{tied:.0%} of the groups have equal rewards, so nothing is learned from them: {remedy}"),
+         f"{tied:.0%} of the groups have zero variance (equal rewards), so their advantages are 0: {remedy}"),
         ("truncation", end["truncated"] > 0.3 and not longer,
          f"{end['truncated']:.0%} of the completions are truncated: raise --generation_max_length (now "
          f"{flags['generation_max_length']})"),
@@ -85,21 +85,21 @@ def find_problems(tenths: list[dict], right: str, flags: dict) -> list[str]:
 
 
 def diagnose(lines: list[dict], flags: dict) -> list[str]:
-    """Return a line on the course of a run, and what find_problems finds.
+    """Return a line that summarises a run, and the findings of find_problems.
 
-    lines  of metrics.jsonl;  flags  settings of the run by name, as in config.json
+    lines  the lines of metrics.jsonl;  flags  the settings of the run by name, as in config.json
     """
     rollouts = [line for line in lines if line["phase"] == "grpo"]
     if not rollouts:
         return []
     size = max(5, len(rollouts) // 10)
     tenths = [means(rollouts[i : i + size]) for i in range(0, len(rollouts), size)]
-    tenths.append(means(rollouts[-size:]))                # the last one may have been cut
+    tenths.append(means(rollouts[-size:]))                # the last tenth may be shorter
     start, end = tenths[0], tenths[-1]
     right = next((f"reward/{name}" for name in SUCCESS if f"reward/{name}" in rollouts[-1]), "")
     changes = [f"{name} {start[name]:.2f} -> {end[name]:.2f}" for name in ("mean_reward", right) if name]
-    changes.append(f"tied groups {end['tied_groups']:.0%}")
+    changes.append(f"zero-variance groups {end['tied_groups']:.0%}")
     course = f"{', '.join(changes)} in {len(rollouts)} rollouts"
-    if len(rollouts) < LEAST or flags["reward_functions"] == ["none"]:           # from a teacher alone
+    if len(rollouts) < LEAST or flags["reward_functions"] == ["none"]:           # trained on a teacher
         return [course]
     return [course, *find_problems(tenths, right, flags)]

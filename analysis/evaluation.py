@@ -1,8 +1,8 @@
 """
-Evaluate a model: sample completions of problems, score them, and estimate accuracy and mean rewards, with
+Evaluate a model: sample completions of problems, score them, and estimate accuracy and mean rewards, and with
 several completions also pass@k and majority@n, each with a 95 % interval.
 
-The unit of an interval is the problem: the n completions of one problem are not independent.
+Intervals are computed over problems, because the n completions of one problem are not independent.
 """
 
 import math
@@ -16,11 +16,11 @@ from rewards import correctness, extract_answer, same_answer, text_of
 from runs.console import with_limits
 from runs.groups import sample_and_score
 
-EVALUATION = 2**32 - 1          # in seeds, in place of the step of a training step
+EVALUATION = 2**32 - 1          # replaces the step in the seeds of a training step
 
 
 def evaluate(policy, examples: list[dict], config, **options) -> dict:
-    """Return eval_accuracy and so on (docs/metrics.md). Options: as for sample_and_score_problems."""
+    """Return eval_accuracy and so on (docs/metrics.md). options: see sample_and_score_problems."""
     groups = sample_and_score_problems(policy, examples, config, num_completions=1, **options)
     estimates = estimate_all(groups)
     metrics = groups.reports.means() | {
@@ -38,10 +38,10 @@ def sample_and_score_problems(
     policy, examples: list[dict], config, *, seed: int, num_completions: int, reward_functions=(),
     weights=None, **options,
 ) -> Groups:
-    """Sample num_completions of each problem, and score them. Each process takes a slice of the problems.
+    """Sample num_completions of each problem, and score them. Each process handles a slice of the problems.
 
-    weights  of the reward functions in the score of a completion; None: 1 each. correctness is always
-             computed; where it is no reward function it has weight 0
+    weights  weights of the reward functions in the score of a completion; None: 1 each. correctness is always
+             computed; if it is not a reward function, its weight is 0
     options  environment and trainer_state of sample_and_score
     """
     added = [] if correctness in reward_functions else [correctness]
@@ -56,8 +56,8 @@ def sample_and_score_problems(
 
 
 def estimate_all(groups: Groups) -> dict[str, dict]:
-    """Estimate, by estimate_mean: reward/<function>; accuracy, if answers are known; with n > 1 completions
-    of each problem pass@k and majority@n.
+    """Estimate, by estimate_mean, reward/<function>; if answers are known, accuracy; and with n > 1
+    completions of each problem also pass@k and majority@n.
     """
     estimates = {f"reward/{name}": estimate_rewards(rewards) for name, rewards in groups.per_function.items()}
     correct = groups.per_function["correctness"]                                 # (P, n)
@@ -77,23 +77,23 @@ def estimate_all(groups: Groups) -> dict[str, dict]:
 
 
 def estimate_rewards(rewards: Tensor) -> dict:
-    """Estimate, by estimate_mean, the mean of rewards (P, n); NaN where a function could not score."""
+    """Estimate, by estimate_mean, the mean of rewards (P, n), NaN where a function could not score."""
     means = rewards.nanmean(dim=1)                                               # (P,)
     is_share = set(rewards[~rewards.isnan()].tolist()) == {0.0, 1.0}
     return estimate_mean(means[~means.isnan()].numpy(), is_share)
 
 
 def estimate_mean(values: np.ndarray, is_share: bool) -> dict:
-    """Return {"mean", "low", "high", "problems"} of P values; low and high are a 95 % interval.
+    """Return {"mean", "low", "high", "problems"} for P values; low and high limit a 95 % interval.
 
         mean +- 1.96 std / sqrt(P)
 
-    is_share  the values are from 0 to 1. The interval is then that of the values and two more 0s and 1s: few
-              values that are all alike say little about rare others. Agresti and Coull, The American
+    is_share  the values are between 0 and 1. Then two more 0s and two more 1s are added for the interval,
+              because a few equal values do not exclude rare others. Agresti and Coull, The American
               Statistician 52 (1998).
 
-    From equal values without bounds no variation can be estimated: low and high are None. mean is None if
-    there are no values.
+    If values without bounds are equal, no variation can be estimated, and low and high are None. Without
+    values, mean is None.
     """
     mean = float(values.mean()) if len(values) else None
     padded = np.append(values, [0.0, 0.0, 1.0, 1.0]) if is_share else values
@@ -107,7 +107,7 @@ def estimate_mean(values: np.ndarray, is_share: bool) -> dict:
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """Estimate the probability that at least one of k completions is correct, when `correct` of n were.
+    """Estimate the probability that at least one of k completions is correct, if `correct` of n were.
 
         1 - comb(n - correct, k) / comb(n, k)
 
@@ -117,7 +117,7 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 
 
 def majority_vote(completions: list, truth: str) -> float:
-    """Return 1 if the most frequent answer is correct, else 0; of several, the share that is correct.
+    """Return 1 if the most frequent answer is correct, else 0; if several are, the share that is correct.
 
     Completions without a readable answer are ignored; without any readable answer the result is 0.
     arXiv:2203.11171.

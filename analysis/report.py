@@ -1,5 +1,5 @@
 """
-Read what runs have written: the report of one, a static HTML page, and the table that compares several.
+Report on runs: a static HTML page about one run, and a table that compares several runs.
 
     python infer.py --report RUN                                a run writes its own when it ends
     python infer.py --report RUN RUN ...                        prints the table
@@ -24,16 +24,16 @@ from analysis.doctor import diagnose
 from config import DEFAULTS, ModelConfig
 from data import as_text
 from engine.models import load_any_tokenizer
-from runs.console import points_text, shows_accuracy, with_interval, with_limits
+from runs.console import reward_text, shows_accuracy, with_interval, with_limits
 from runs.folder import or_none, read_jsonl, read_records, replace_text
 from sources.settings import read_settings
 
 TEMPLATE = Path(__file__).with_suffix(".html")
 STEPS_SHOWN, GROUPS_SHOWN = 3, 4                          # the last steps in rollouts.jsonl; groups of each
-PANELS = {                      # of the curves: title -> names of metrics (file patterns)
-    "reward (points)": ["mean_reward", "reward/*"],
+PANELS = {                      # title of a panel -> names of its metrics (file patterns)
+    "reward": ["mean_reward", "reward/*"],
     "held out (share), 95 % interval": ["eval_accuracy", "eval_truncated"],
-    "held out (points), 95 % interval": ["eval_reward/*"],
+    "held-out reward, 95 % interval": ["eval_reward/*"],
     "groups and completions (share)": ["tied_groups", "truncated", "clip_fraction"],
     "length (tokens)": ["completion_tokens"],
     "policy (nat/token)": ["loss", "entropy"],
@@ -41,16 +41,16 @@ PANELS = {                      # of the curves: title -> names of metrics (file
     "gradient norm": ["grad_norm"],
     "time (s)": ["*_seconds"],
 }
-NUMBERS = {                     # of a token, in its title: name -> field of rollouts.jsonl
+NUMBERS = {                     # in the title of a token: name -> field of rollouts.jsonl
     "log-probability": "sampling_logp", "advantage": "token_advantages", "reward of the turn": "turn_points",
 }
-# Settings in which runs of one variant differ: the last two change when memory runs out.
+# Settings in which runs of one variant may differ; the last two change when memory runs out.
 OF_A_RUN = "seed", "output_dir", "max_tokens_per_forward", "generation_batch_size"
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 
 def write_report(folder: Path) -> Path:
-    """Write report.html and curves.png into a run folder. Raises ValueError if it is none, or damaged."""
+    """Write report.html and curves.png to a run folder. Raises ValueError if it is not one, or damaged."""
     config = DEFAULTS | read_settings(folder / "config.json")
     try:
         lines = read_jsonl(folder / "metrics.jsonl")
@@ -76,7 +76,7 @@ def write_report(folder: Path) -> Path:
 def draw_curves(lines: list[dict]) -> bytes:
     """Return the curves of a run as PNG, from the lines of metrics.jsonl; empty if there are no numbers yet.
 
-    Dotted lines are the starts of its phases, bands 95 % intervals.
+    Dotted lines mark the starts of phases, and bands 95 % intervals.
     """
     from matplotlib import rc_context  # slow to import
     from matplotlib.figure import Figure
@@ -95,7 +95,7 @@ def draw_curves(lines: list[dict]) -> bytes:
         return b""
     ends = {line["phase"]: line["step"] for line in lines if line["phase"] != "eval"}
     num_rows, png = -(-len(panels) // 2), io.BytesIO()
-    with rc_context({"text.parse_math": False}):          # names of metrics are no formulas
+    with rc_context({"text.parse_math": False}):          # names of metrics are not formulas
         figure, axes = Figure(figsize=(12, 2.5 * num_rows), layout="constrained"), None
         for place, (title, metrics) in enumerate(panels.items(), start=1):
             axes = figure.add_subplot(num_rows, 2, place, title=title, sharex=axes)
@@ -119,7 +119,7 @@ def draw_curves(lines: list[dict]) -> bytes:
 def read_groups(folder: Path, config: dict) -> list[dict]:
     """Return the last steps in rollouts.jsonl as {"step", "groups": each with title, prompt, completions}.
 
-    Groups that are not tied come first. A completion is (its numbers as text, its tokens by tokens_of).
+    Zero-variance groups come last. A completion is (its numbers as text, its tokens by tokens_of).
     """
     tokenizer, steps = find_tokenizer(folder, config), []
     records = read_records(folder / "rollouts.jsonl", STEPS_SHOWN)
@@ -140,7 +140,7 @@ def read_groups(folder: Path, config: dict) -> list[dict]:
 def numbers_of(record: dict) -> str:
     """Return the reward of a completion, its advantage, its rewards by function, and its length."""
     rewards = {"reward": record["reward"], "advantage": record["advantage"]} | record["rewards"]
-    parts = [f"{name} {points_text(value)}" for name, value in rewards.items()]
+    parts = [f"{name} {reward_text(value)}" for name, value in rewards.items()]
     truncated = "" if record["finished"] else ", truncated at the length limit"
     return ", ".join([*parts, f"{record['tokens']} tokens"]) + truncated
 
@@ -148,7 +148,7 @@ def numbers_of(record: dict) -> str:
 def tokens_of(record: dict, tokenizer) -> list[tuple[str, str, float | None]]:
     """Return (text, title, shade) for each token of a completion; without a tokenizer, for its whole text.
 
-    title  the numbers that the run saved: in nats; advantages differ by token with a value head alone
+    title  the numbers that the run saved; advantages of tokens only if they differ, as with a value head
     shade  1 - p, the probability of all other tokens; None for tokens of an environment
     """
     if tokenizer is None:
@@ -175,7 +175,7 @@ def find_tokenizer(folder: Path, config: dict):
 
 @cache
 def token_text(tokenizer, token: int) -> str:
-    """Return the text of a token, decoded after itself because some tokenizers drop a leading space."""
+    """Return the text of a token. It is decoded twice in a row, as some tokenizers drop a leading space."""
     once, twice = (tokenizer.decode([token] * n, clean_up_tokenization_spaces=False) for n in (1, 2))
     return twice[len(once) :]
 
@@ -186,8 +186,8 @@ def token_text(tokenizer, token: int) -> str:
 def compare_runs(folders: list[Path]) -> str:
     """Return a table of runs: the settings that differ, and held-out results before and after training.
 
-    Intervals are of 95 %. Runs that differ in the seed alone follow each other, and then their mean with the
-    range over the seeds. Raises ValueError in one line, if a folder is not a run with an evaluation.
+    Intervals are of 95 %. Runs that differ only in the seed are adjacent, followed by their mean and their
+    range. Raises ValueError with one line if a folder is not a run with an evaluation.
     """
     runs = []
     for folder in folders:
@@ -221,7 +221,7 @@ def compare_runs(folders: list[Path]) -> str:
 
 
 def escape(text: str) -> str:
-    """Replace what a terminal acts on, but for newline and tab, by escapes such as \\x1b."""
+    """Replace control characters, except newline and tab, by escapes such as \\x1b."""
     return CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
 
 

@@ -1,6 +1,6 @@
 """
 The table of `train.py --check`: rewards of completions that are right, wrong, empty or list several answers,
-and which of them look wrong.
+and warnings about suspicious rewards.
 """
 
 import math
@@ -16,14 +16,14 @@ from sample import demonstrations_as_rollout
 
 KINDS = "gold", "empty", "wrong", "form", "spam", "newline"     # columns of the table, see docs/rewards.md
 EXAMPLES = 16                   # number of examples in the table
-# Choices, a line each or with parentheses: sentences that end in "jar A." are none.
+# A prompt with choices, a line each or with parentheses. Sentences that end in "jar A." are no choices.
 LETTERED = re.compile(r"(?msi)^\s*A[.:]\s?\S.*^\s*B[.:]\s?\S|(?<!\w)A\)\s?\S.*(?<!\w)B\)\s?\S")
 
 
 def completions_of(example: dict, other: dict | None = None) -> dict[str, str]:
-    """Return the text of each kind for one example; without a gold: empty, wrong, form.
+    """Return a text of each kind for an example; without a gold answer only empty, wrong and form.
 
-    other  another example, whose gold is wrong here. For a conversation the texts are its last turn
+    other  another example, whose gold is wrong here. For a conversation, the texts are its last turn
     """
     answer, gold = example.get("answer"), text_of(example.get("completion") or "")
     answer = answer[0] if isinstance(answer, list) and answer else answer
@@ -51,9 +51,9 @@ def completions_of(example: dict, other: dict | None = None) -> dict[str, str]:
 def lint(
     functions: list[Callable], config, examples: list[dict], model, tokenizer
 ) -> tuple[list[str], list[str]]:
-    """Score the kinds of completions of examples, as a run with this GRPOConfig scores what it samples.
+    """Score the kinds of completions of examples as a run with this GRPOConfig scores sampled completions.
 
-    returns  the lines of the table, mean rewards by function and kind, and what looks wrong in their sum
+    returns  the lines of the table (mean rewards by function and kind), and warnings about their sum
     raises   ValueError if no completion is scored
     """
     kinds, rows = [], []
@@ -63,7 +63,7 @@ def lint(
             rows.append(example | {"completion": text})
     rollout = demonstrations_as_rollout(model, tokenizer, rows)
     groups = score(rollout, rows, functions, config.weights, config)
-    table = [f"| points | {' | '.join(KINDS)} |", "|---" * (len(KINDS) + 1) + "|"]
+    table = [f"| reward | {' | '.join(KINDS)} |", "|---" * (len(KINDS) + 1) + "|"]
     for name, values in (groups.per_function | {"total": groups.scores}).items():            # (rows, 1)
         means = {kind: float(values[[k == kind for k in kinds]].nanmean()) for kind in KINDS}
         means = {kind: mean for kind, mean in means.items() if not math.isnan(mean)}
@@ -72,31 +72,31 @@ def lint(
     return table, flags_of(means)
 
 
-def flags_of(points: dict[str, float]) -> list[str]:
-    """Return a phrase for each suspicious order of mean rewards by kind."""
-    if not points:
+def flags_of(means: dict[str, float]) -> list[str]:
+    """Return a warning for each suspicious order of mean rewards by kind."""
+    if not means:
         raise ValueError("--reward_functions: they score no completion; does the data have their columns?")
-    if len(points) > 1 and max(points.values()) - min(points.values()) < 1e-9:
-        return [f"every completion earns {max(points.values()):g}: nothing can be learned from that"]
+    if len(means) > 1 and max(means.values()) - min(means.values()) < 1e-9:
+        return [f"every completion gets {max(means.values()):g}, so all advantages would be 0"]
 
     def above(limit: float, *kinds: str) -> str:
-        found = [kind for kind in kinds if points.get(kind, -math.inf) > limit]
-        return ", ".join(f"{kind} ({points[kind]:.2f})" for kind in found)
+        found = [kind for kind in kinds if means.get(kind, -math.inf) > limit]
+        return ", ".join(f"{kind} ({means[kind]:.2f})" for kind in found)
 
     flags = []
-    gold, wrong, newline = (points.get(kind, math.inf) for kind in ("gold", "wrong", "newline"))
+    gold, wrong, newline = (means.get(kind, math.inf) for kind in ("gold", "wrong", "newline"))
     if found := above(gold - 1e-9, "empty", "wrong", "form", "spam"):
-        flags.append(f"no less than gold ({gold:.2f}) earn: {found}")
+        flags.append(f"not less than gold ({gold:.2f}): {found}")
     if found := above(wrong + 1e-9, "empty", "form", "spam"):
-        flags.append(f"more than wrong ({wrong:.2f}) earn: {found}")
+        flags.append(f"more than wrong ({wrong:.2f}): {found}")
     if gold > newline + 1e-9:
-        flags.append(f"gold with a newline in it earns less ({newline:.2f}) than without ({gold:.2f})")
+        flags.append(f"gold with a newline in it gets less ({newline:.2f}) than without ({gold:.2f})")
     return flags
 
 
 def doubtful_answers(examples: list[dict]) -> list[str]:
-    """Return a phrase for each kind of answer that may be misread. The table cannot show it: its gold is made
-    of the answer as it was read.
+    """Return a warning for each kind of answer that may be misread. The table cannot show this, because its
+    gold is made from the answer as it was read.
     """
     rows = [(row["answer"], row["prompt"]) for row in examples if isinstance(row.get("answer"), str)]
     numbers = [(answer, as_text(prompt)) for answer, prompt in rows if as_number(answer) is not None]
@@ -111,7 +111,7 @@ def doubtful_answers(examples: list[dict]) -> list[str]:
 
 
 def print_rewards(run) -> None:
-    """Print the table of a run, unless its rewards are of conversations, or it has none but a teacher."""
+    """Print the table of a run, unless it has conversations or trains on a teacher without rewards."""
     names = run.config.grpo.reward_functions
     if run.reward_functions and not run.environment and names != ["none"]:
         examples = list(islice(run.train_set, EXAMPLES))
@@ -119,4 +119,4 @@ def print_rewards(run) -> None:
             run.reward_functions, run.config.grpo, examples, run.policy.model, run.policy.tokenizer)
         flags += doubtful_answers(run.train_set)
         run.console.print("\n".join([*table, *(f"- {flag}" for flag in flags)]))
-    run.console.print("the start-up check is ok")
+    run.console.print("the start-up check has passed")

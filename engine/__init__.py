@@ -1,21 +1,21 @@
-"""Policies for any device and many processes: shared prompts, vLLM, ranks, sharding, LoRA, 16 bits."""
+"""Policies for any device and several processes: shared prompts, vLLM, ranks, sharding, LoRA, 16 bits."""
 
 
 def saves_tokens(prompt_tokens: int, config) -> bool:
-    """Return True if one copy of each prompt saves a fifth of a step's tokens: less is no faster.
+    """Return True if sharing prompts saves a fifth of a step's tokens; saving less is not faster.
 
-    prompt_tokens  of the longest prompt;  config  a GRPOConfig. Figures are in docs/results.md
+    prompt_tokens  length of the longest prompt;  config  a GRPOConfig. docs/results.md has measurements
     """
     copies = config.num_completions_per_prompt
     return prompt_tokens * (copies - 1) > 0.2 * copies * (prompt_tokens + config.generation_max_length)
 
 
 def make_engine(name: str, model, tokenizer, *, max_tokens: int = 2048):
-    """Return the policy of an engine's name: plain, shared, or vllm, which trains as plain.
+    """Return the policy for an engine: plain, shared, or vllm, which trains like plain.
 
-    max_tokens  tokens of a forward pass in training, the same on all ranks
+    max_tokens  the most tokens in a training pass, the same on all ranks
     """
-    # Here: engine/errors.py, which the sandbox imports, loads without torch.
+    # Imports are local because the sandbox imports engine/errors.py without torch.
     if name not in ("plain", "shared", "vllm"):
         raise ValueError(f"make_engine: {name} must be plain, shared or vllm")
     if name == "shared":

@@ -1,6 +1,6 @@
 """
-LoRA adapters (peft): adding one to a model, saving it, its reference. All by peft, as transformers from 5.24
-on asks for a newer one than there is.
+LoRA adapters: add one to a model, save it, and use it as the reference. This code calls peft directly, since
+transformers 5.24 requires a newer peft than has been released.
 """
 
 import os
@@ -15,9 +15,9 @@ from engine.text_model import linear_layers, trainable_parameters
 
 
 def add_adapter(model: PreTrainedModel, config, saved: bool) -> None:
-    """Add an adapter for the linear layers of the text model but experts and routers, to be trained.
+    """Add a trainable adapter to the linear layers of the text model, except experts and routers.
 
-    config  a ModelConfig. saved: the adapter is in the folder model_path, otherwise it is a new one
+    config  a ModelConfig;  saved  True: load the adapter from the folder model_path; False: create a new one
     """
     from peft import LoraConfig, inject_adapter_in_model, load_peft_weights, set_peft_model_state_dict
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
@@ -28,8 +28,8 @@ def add_adapter(model: PreTrainedModel, config, saved: bool) -> None:
     else:
         lora = LoraConfig(r=config.lora_rank, lora_alpha=config.lora_alpha, task_type="CAUSAL_LM",
                           target_modules=linear_layers(model))
-        # For some models peft reads names such as gate_proj as those of all experts. Adapting experts needs
-        # a copy of their weights in every pass and while they are merged, so they are left out.
+        # For some models peft takes names such as gate_proj for those of all experts. Adapted experts need a
+        # copy of their weights in every pass and during merging, so they are excluded.
         convert_peft_config_for_transformers(lora, model, None)
         lora.target_parameters, lora.rank_pattern, lora.alpha_pattern = None, {}, {}
     more = [name for name in ("modules_to_save", "trainable_token_indices") if getattr(lora, name, None)]
@@ -41,15 +41,15 @@ def add_adapter(model: PreTrainedModel, config, saved: bool) -> None:
     more += [name for name, module in ends.items() if hasattr(module, "lora_A")]
     if more:
         raise ValueError(
-            f"--model_path={config.model_path}: the adapter also changes {more[0]}, beside layers; merge it "
-            "into its base model, by peft's merge_and_unload, and load that")
+            f"--model_path={config.model_path}: the adapter changes {more[0]}, not only layers; merge it "
+            "into its base model with peft's merge_and_unload, and load the result")
     model.eval()                                          # without the adapter's dropout
     if saved:
         set_peft_model_state_dict(model, load_peft_weights(config.model_path, device="cpu"))
 
 
 def save_adapter(model: PreTrainedModel, tokenizer, folder, weights: dict[str, torch.Tensor]) -> None:
-    """Write the adapter alone to a folder, in peft's format, and the tokenizer. weights: full_state_dict."""
+    """Write only the adapter to a folder, in peft's format, and the tokenizer. weights: full_state_dict."""
     from peft import get_peft_model_state_dict
 
     model.peft_config["default"].save_pretrained(folder)
@@ -62,7 +62,7 @@ def save_adapter(model: PreTrainedModel, tokenizer, folder, weights: dict[str, t
 class AdapterReference:
     """A reference that shares the policy's weights and keeps a copy of its adapter.
 
-    A new adapter adds 0, so the reference of a new run is the model without an adapter.
+    The output of a new adapter is 0, so the reference of a new run is the model without an adapter.
     """
 
     def __init__(self, model: PreTrainedModel):

@@ -1,10 +1,10 @@
 """
 The key-value cache of sampling: static rows [prompt | tokens of siblings]. The new tokens of a row's siblings
-attend to it together, each to the prompt and to its own tokens, by the model's own attention function.
+attend to this row together, each to the prompt and its own tokens, by the model's own attention function.
 
-A long prompt has one row for many siblings, a short one a row for each: the columns of siblings, which do not
-see each other, are at most as many as those of the prompt. Prompts are right-aligned. Column W + t * S + s of
-a row holds token t of its sibling s, so positions alone define the mask, and forwarding a last token again
+A long prompt has one row for many siblings, a short prompt one row for each sibling: siblings do not attend
+to each other, so their columns may not outnumber the prompt's. Prompts are right-aligned. Column W + t*S + s
+of a row holds token t of its sibling s, so positions alone define the mask, and forwarding a last token again
 changes nothing. All shapes and addresses stay the same between two calls of compact.
 Shapes: P rows of W columns for a prompt, and for S siblings with C tokens each; B = P * S completions; K key
 heads, H query heads, D head size.
@@ -24,7 +24,7 @@ COLUMNS_AT_ONCE = 32  # on a CPU a step attends to a multiple of this many token
 
 
 class PrefixCache:
-    """Cache prompts and their completions: add_prompts, then compact, then forward repeatedly, and so on.
+    """A cache of prompts and their completions. Call add_prompts, then compact, then forward repeatedly.
 
     Use within use_prefix_attention(model).
     """
@@ -33,14 +33,14 @@ class PrefixCache:
         self.model, self.device = model, next(model.parameters()).device
         self.layers: list[list[Tensor]] = []              # [keys, values] of each layer, (P, W + C * S, K, D)
         self.prompts: list[int] = []                      # number of each row's prompt; -1: padding
-        self.lengths: list[int] = []                      # of these prompts
-        self.row_ids: list[int] = []                      # of completions, B
+        self.lengths: list[int] = []                      # lengths of these prompts
+        self.row_ids: list[int] = []                      # completions, B
         self.width, self.siblings, self.capacity = 0, 1, 0                       # W, S and C
 
     def add_prompts(self, numbers: list[int], prompts: list[list[int]]) -> Tensor:
         """Forward prompts, concatenated in one row, and cache them. Return the last hidden states (n, width).
 
-        The next call has to be compact. n is rounded up where every shape is compiled.
+        The next call must be compact. n is rounded up on devices that compile every shape.
         """
         ranges, device = ranges_of([len(prompt) for prompt in prompts]), self.device
         positions = chain.from_iterable(range(length) for _, length in ranges)
@@ -106,7 +106,7 @@ class PrefixCache:
         return torch.tensor(self.row_ids).to(device)
 
     def prepare_passes(self) -> None:
-        """Compute what passes need of each completion and column, as tensors of the device."""
+        """Compute the masks and positions that forward passes need, as tensors on the device."""
         siblings, number = self.siblings, torch.arange(len(self.row_ids))
         column = torch.arange(-self.width, self.capacity * siblings)             # 0: the first own one
         position = torch.where(column < 0, column, column // siblings)           # from the prompt's end on

@@ -23,9 +23,9 @@ class HeadLogProbs(torch.autograd.Function):
         H = -sum_i p(i) log p(i)                      d H / d logits[i] = -p(i) (log p(i) + H)
         KL = sum_i p(i) (log p(i) - log q(i))         d KL / d logits[i] = p(i) (log p(i) - log q(i) - KL)
 
-    autograd would keep and traverse a dozen (n, V) tensors for this, which took longer than the matrix
-    products, and a gradient of the whole embedding for every chunk. Here a handful of tensors of one chunk
-    exist at a time, and chunks accumulate one gradient in place. Where logits are -inf, p and p log p are 0.
+    autograd would keep a dozen (n, V) tensors for this, whose handling took longer than the matrix products,
+    and a gradient of the whole embedding for every chunk. Here only a few tensors of one chunk exist at a
+    time, and all chunks accumulate one gradient in place. Where logits are -inf, p and p log p are 0.
 
     to_policy_logits  (output of the head (n, V), chosen (n,)) -> logits (n, V) of the policy
     reference         hidden states (n, H) -> logits (n, V) of another model, whose distribution q is
@@ -111,7 +111,7 @@ def clamp_neg_inf(logits: Tensor) -> Tensor:
 def split_chunks(weight: Tensor, *columns: Tensor | None) -> Iterator[tuple]:
     """Split each column (N, ...) into chunks of chunk_size tokens; a column may be None.
 
-    The graph is cut around each chunk: on XLA one program serves all chunks, whatever N is.
+    On XLA the graph is cut around each chunk, so that one program serves all chunks, for any N.
     """
     splits = [repeat(None) if column is None else column.split(chunk_size(weight)) for column in columns]
     cut_graph(weight.device)
@@ -121,7 +121,7 @@ def split_chunks(weight: Tensor, *columns: Tensor | None) -> Iterator[tuple]:
 
 
 def chunk_size(weight: Tensor) -> int:
-    """Return the number of tokens of a chunk; it divides N on XLA."""
+    """Return the number of tokens in a chunk; on XLA it divides N."""
     return tokens_in_chunk(bucket(len(weight), weight.device), weight.device)
 
 

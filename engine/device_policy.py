@@ -1,9 +1,9 @@
 """
-The policy of policy.py on any device, in 16 bits, and over many processes. shared.py builds on it.
+The policy of policy.py on any device, in 16 bits, and over several processes. shared.py extends it.
 
-    many processes   weights may be sharded; each process samples, scores and forwards a part of the rows
-    float16          a loss scaler
-    XLA              every pass is one program; gradients are cleared to zeros
+    processes        weights may be sharded; each process samples, scores and forwards some of the rows
+    float16          gradients are scaled by a GradScaler
+    XLA              every forward pass is one program; gradients are cleared to zeros
     memory           when it runs out, the call is repeated with half as many tokens or completions at once
 """
 
@@ -29,7 +29,7 @@ from sample import Rollout
 class DevicePolicy(Policy):
     """A policy on any device and any number of processes, which all call its methods in the same order."""
 
-    split = staticmethod(micro_batches)                   # of rows into passes, the same in all processes
+    split = staticmethod(micro_batches)                   # rows -> micro-batches, the same in all processes
 
     def __init__(self, model, tokenizer, *, max_tokens: int = 2048):
         super().__init__(model, tokenizer, max_tokens=max_tokens)
@@ -45,13 +45,13 @@ class DevicePolicy(Policy):
 
     @property
     def ratio_tolerance(self) -> float:
-        """Return the largest mean of |ratio - 1| on policy: more where the sampler rounds differently."""
+        """Return the limit of the mean |ratio - 1| on policy: higher if the sampler rounds differently."""
         return (0.01 if is_exact(self.model) else 0.1) * (1 if self.same_arithmetic else 3)
 
-    # ---- the four verbs ------------------------------------------------------------------------------------
+    # ---- the four operations -------------------------------------------------------------------------------
 
     def sample(self, prompts: list, config, seeds, *, num_completions=None, reply=None) -> Rollout:
-        """As Policy.sample, for prompts of this process. reply.restart() is called before a repeat."""
+        """As Policy.sample, for prompts of this process. Calls reply.restart() before a repetition."""
         group_size = num_completions or config.num_completions_per_prompt
         at_once = getattr(config, "generation_batch_size", 0) or len(prompts) * group_size
 
@@ -68,8 +68,8 @@ class DevicePolicy(Policy):
         """Sample config.generation_batch_size completions at a time."""
         if self.device.type == "xla":
             raise ValueError(
-                "--engine=plain: not on XLA, which would compile its cache for every token; leave it out, "
-                "or take a model without layers that carry state")
+                "--engine=plain: not supported on XLA, which would compile its cache for every token; remove "
+                "it, or use a model without recurrent layers")
         return super().sample(prompts, config, seeds, **options)
 
     def log_probs(self, rollout: Rollout, rows: Tensor | None = None, *, reference=None) -> LogProbs:
@@ -82,7 +82,7 @@ class DevicePolicy(Policy):
     def add_gradients(self, batch, rows: Tensor, loss_fn: Callable, reference) -> list[float]:
         """As Policy.add_gradients, over all processes."""
         compute = partial(super().add_gradients, batch, rows, loss_fn, reference)
-        if self.losses:                                   # a repeat would lose the gradient of these
+        if self.losses:                                   # repeating would lose their gradient
             sums = compute()
         else:
             sums = self.halving_max_tokens(batch.rollout, compute, self.clear_gradient)
@@ -91,20 +91,20 @@ class DevicePolicy(Policy):
     def optimizer_step(self, max_grad_norm: float = math.inf) -> dict:
         """As Policy.optimizer_step. With float16 returns loss_scale as well."""
         scaled = self.scaler.is_enabled() and any(p.grad is not None for p in self.parameters)
-        if scaled:                                        # the scaler refuses to work without a gradient
+        if scaled:                                        # the scaler raises without a gradient
             self.scaler.unscale_(self.optimizer)
         result = super().optimizer_step(max_grad_norm)
         if scaled:
             self.scaler.update()
         return result | ({"loss_scale": self.scaler.get_scale()} if self.scaler.is_enabled() else {})
 
-    # ---- their parts ---------------------------------------------------------------------------------------
+    # ---- parts of the operations ---------------------------------------------------------------------------
 
     def forward_passes(self, rollout: Rollout, rows: Tensor, reference=None) -> Iterator[tuple]:
-        """As Policy.forward_passes, those of this process.
+        """As Policy.forward_passes, for the micro-batches of this process.
 
-        A pass of a sharded model needs all processes. A process without a part repeats the last one, and
-        yields a result of no rows.
+        A pass of a sharded model needs all processes. A process that has no micro-batch left repeats the last
+        one, so that collectives match, and yields a result without rows.
         """
         parts = self.split(rollout, rows, self.max_tokens, self.ranks.size)
         cut_graph(self.device)
@@ -138,7 +138,7 @@ class DevicePolicy(Policy):
     # ---- memory --------------------------------------------------------------------------------------------
 
     def halving_max_tokens(self, rollout: Rollout, compute: Callable, before_repeat: Callable | None = None):
-        """Return compute(), as halving, with self.max_tokens halved."""
+        """Return compute(); as in halving, halve self.max_tokens whenever memory runs out."""
         def attempt(max_tokens: int):
             self.max_tokens = max_tokens
             return compute()
@@ -151,10 +151,10 @@ class DevicePolicy(Policy):
     ):
         """Return compute(value). Whenever memory runs out, halve the value and compute again.
 
-        Neither a completion nor a gradient depends on how many are computed at once, so results are the same
-        to rounding. In several processes the error is raised: one cannot repeat a collective alone.
+        Completions and gradients do not depend on how many are computed at once, so results are equal up to
+        rounding. With several processes the error is raised: one process cannot repeat a collective alone.
 
-        flag   the name of the value, for on_less_memory;  least  below which it is not halved
+        flag   the name of the value, for on_less_memory;  least  the lower limit of the value
         """
         while True:
             try:
@@ -164,16 +164,16 @@ class DevicePolicy(Policy):
                 if not is_out_of_memory(error) or num_processes() > 1 or half == value:
                     raise
                 traceback.clear_frames(error.__traceback__)                      # frees the pass's tensors
-                line = f"{first_line(error)}: --{flag} {value} -> {half}, and once more"
+                line = f"{first_line(error)}: --{flag} {value} -> {half}, trying again"
                 self.on_less_memory(flag, half, line)
             value = half
             if before_repeat:
                 before_repeat()
 
-    # ---- what else a step asks of a policy -----------------------------------------------------------------
+    # ---- other methods that a training step calls ----------------------------------------------------------
 
     def sampling(self):
-        """Return a context for calls of sample with the same weights. All processes enter it."""
+        """Return a context in which weights stay the same between calls of sample. All processes enter it."""
         return self.sampler.sampling() if self.sampler else gathered_weights(self.model)
 
     def distribute(self, work: Callable, *lists: list) -> list:
@@ -181,13 +181,13 @@ class DevicePolicy(Policy):
             return self.ranks.gather(work, *lists)
 
     def like(self, model) -> "DevicePolicy":
-        """As Policy.like. The model may wait on another device, and is moved to this one."""
+        """As Policy.like. The model may be stored on another device; it is moved to this one when used."""
         other = super().like(model)
         other.sampler = None
         return other
 
     def update_reference(self, reference: Policy, alpha: float) -> None:
-        """As Policy.update_reference; with an adapter the reference is one too."""
+        """As Policy.update_reference; if an adapter is trained, the reference is an adapter too."""
         reshard(self.model)
         reshard(reference.model)
         trained = self

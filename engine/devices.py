@@ -1,13 +1,13 @@
 """
-Devices and processes: choosing the device, collectives between processes, XLA graphs, and peak memory. This
-file and sharding.py are the only ones that use torch.distributed and torch_xla.
+Devices and processes: choice of the device, collectives between processes, XLA graphs, and peak memory. Only
+this file and sharding.py use torch.distributed and torch_xla.
 
-Completions, rewards and advantages are small and gathered, so every process makes the same decisions.
-Weights, gradients and the optimiser's state are large and sharded. Without torchrun there is one process.
+Completions, rewards and advantages are small, so all processes gather them and make the same decisions.
+Weights, gradients and optimiser state are large and sharded. Without torchrun there is a single process.
 
 XLA compiles, and one process drives all its devices. The operations between two calls of cut_graph become one
-program, which is reused for the same operations with the same shapes. So shapes are rounded up (bucket), and
-each iteration of a loop ends a program (cut_graph). On a CPU or a GPU neither has an effect.
+program, which is reused for equal operations with equal shapes. So shapes are rounded up (bucket), and each
+iteration of a loop ends a program (cut_graph). On a CPU or a GPU both functions have no effect.
 """
 
 import atexit
@@ -38,8 +38,8 @@ def best_device(wanted: str = "auto") -> torch.device:
     wanted   --device: auto, which takes a GPU of any kind that torch supports (cuda, mps, xpu), or cpu
     raises   ValueError for XLA under torchrun, or more processes of torchrun than GPUs
 
-    In a process started by torchrun, the process group is initialised first. On CUDA float32 matrices are
-    multiplied in TF32 from then on: several times faster, and its rounding is an eighth of bfloat16's.
+    In a process started by torchrun, this initialises the process group. On CUDA it makes float32 matrices be
+    multiplied in TF32: several times faster, with rounding errors that are an eighth of bfloat16's.
     """
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     if os.environ.get("PJRT_DEVICE"):
@@ -66,11 +66,11 @@ def best_device(wanted: str = "auto") -> torch.device:
 def shutdown(code: int = 0) -> None:
     """Leave the process group and end this process with an exit code. Without a process group, do nothing.
 
-    Exit handlers run, but Python is not finalised: a thread of the process group that still wants the
-    interpreter then would abort the process ("terminate called without an active exception").
+    Exit handlers run, but Python is not finalised: a thread of the process group that needs the interpreter
+    during that would abort the process ("terminate called without an active exception").
     """
     if dist.is_initialized():
-        atexit._run_exitfuncs()                           # of vLLM too, which ends groups of its own
+        atexit._run_exitfuncs()                           # vLLM's handlers end its own groups
         if dist.is_initialized():
             dist.destroy_process_group()
         sys.stdout.flush()
@@ -81,7 +81,7 @@ def shutdown(code: int = 0) -> None:
 def print_last_line(line: str) -> None:
     """Print a line to stderr in the first process that ends with one; the others wait until it is printed.
 
-    torchrun stops all processes as soon as one has ended with an error, so the first has to be heard.
+    torchrun stops all processes as soon as one has ended with an error, so the first one must print its line.
     """
     store = dist.distributed_c10d._get_default_store() if dist.is_initialized() else dist.HashStore()
     if store.add("last lines", 1) == 1:
@@ -131,9 +131,9 @@ def sum_in_place(tensor: Tensor) -> None:
 
 
 class Ranks:
-    """Divide the work of a run among its processes, seen from one of them.
+    """The division of a run's work among its processes, from the view of one of them.
 
-    All of them call every method, in the same order. Those of one tensor-parallel group do the same work.
+    All processes call every method in the same order. Those of one tensor-parallel group do the same work.
     """
 
     @property
@@ -210,7 +210,7 @@ def bucket(n: int, device: torch.device) -> int:
 
 
 def cut_graph(device: torch.device) -> None:
-    """End a program on XLA and start it, without waiting. Every live tensor becomes one of its results."""
+    """End a program on XLA and run it, without waiting. Every live tensor becomes one of its results."""
     if device.type == "xla":
         import torch_xla
 
@@ -218,11 +218,11 @@ def cut_graph(device: torch.device) -> None:
 
 
 def recorded(function: Callable[[], None], device: torch.device) -> Callable[[], None]:
-    """Return a call of all kernels that a function launches on CUDA; elsewhere, and where that fails, itself.
+    """Return a CUDA graph of all kernels that a function launches; the function itself if that is impossible.
 
-    To launch a token's thousands of kernels from Python takes longer than to run them. The function must have
-    run once, read and write the same tensors each time, and not wait for the device: experts that are called
-    one by one do.
+    Launching a token's thousands of kernels from Python takes longer than running them. The function must
+    have run once, read and write the same tensors each time, and not wait for the device, as experts that are
+    called one by one do.
     """
     if device.type != "cuda":
         return function
@@ -238,7 +238,7 @@ def recorded(function: Callable[[], None], device: torch.device) -> Callable[[],
 
 
 def copy_together(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
-    """Copy tensors of one type to a device as one: a GPU lets the host wait at each copy."""
+    """Copy tensors of one type to a device in a single copy, since the host waits for each copy to a GPU."""
     if device.type == "cpu":
         return tensors
     parts = torch.cat([x.flatten() for x in tensors]).to(device).split([x.numel() for x in tensors])
@@ -278,9 +278,9 @@ def own_cores() -> list[int]:
 
 
 def used_seconds() -> np.ndarray:
-    """Return the seconds of a clock, and those that anybody and this process have used on own_cores.
+    """Return wall-clock seconds, and processor seconds on own_cores by all processes and by this one.
 
-    Children count as this process once they have ended.
+    Children that have ended count as this process.
     """
     times = []
     with suppress(OSError):                               # of a sandbox without /proc/stat
@@ -291,23 +291,23 @@ def used_seconds() -> np.ndarray:
 
 
 class IdleCores:
-    """Compute with one thread for each core that other processes leave idle, at least with one.
+    """Compute with one thread per core that other processes leave idle, but with at least one.
 
-    A thread whose core another process uses keeps all others waiting at the end of each operation. On two
-    cores, beside one busy process, a step of the demonstration takes 2.7 s with two threads and 0.7 with one.
+    If another process uses a thread's core, all other threads wait for it at the end of each operation. On
+    two cores beside one busy process, a step of the demonstration takes 2.7 s with two threads, 0.7 s with 1.
     """
 
     def __init__(self):
         self.threads, self.busy, self.before = torch.get_num_threads(), 0, used_seconds()
 
     def choose_threads(self, notify: Callable) -> None:
-        """Choose by what others have used since the last call. OMP_NUM_THREADS sets another number."""
+        """Choose by the work of other processes since the last call. OMP_NUM_THREADS fixes the number."""
         seconds, everyone, own = used_seconds() - self.before
         if seconds < 0.3 or "OMP_NUM_THREADS" in os.environ:
             return
         self.before, cores = used_seconds(), len(own_cores())
         others = (everyone - own) / seconds
-        if abs(others - self.busy) > 0.6:                 # with 0.5 it would go back and forth
+        if abs(others - self.busy) > 0.6:                 # with 0.5 it would oscillate
             self.busy = max(0, round(others))
         before, threads = torch.get_num_threads(), max(1, min(self.threads, cores - self.busy))
         if threads != before:

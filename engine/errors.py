@@ -1,11 +1,11 @@
-"""Errors that end a run, and other errors in one line."""
+"""Errors that end a run, and one-line texts of other errors."""
 
 from contextlib import contextmanager
 
 
 @contextmanager
 def exits_as_errors():
-    """Raise RuntimeError for SystemExit and the like, which would end the program. Ctrl-C passes."""
+    """Raise RuntimeError for SystemExit and the like, which would end the program, but not for Ctrl-C."""
     try:
         yield
     except (Exception, KeyboardInterrupt):
@@ -15,11 +15,11 @@ def exits_as_errors():
 
 
 class RunError(RuntimeError):
-    """A run cannot continue. The message is one line that tells what to change; the exit code is 1."""
+    """A run cannot continue. The message is one line that states what to change; the exit code is 1."""
 
 
 class CannotShare(Exception):
-    """The layers of a model cannot share prompts between completions; plain rows do for all models."""
+    """The layers of a model cannot share prompts between completions. The plain engine can."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:

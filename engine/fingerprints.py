@@ -1,11 +1,11 @@
-"""Fingerprints: what identifies examples and the folder of a model, which paths and names do not."""
+"""Fingerprints identify examples and model folders by their content, not by paths and names."""
 
 import hashlib
 import json
 import re
 from pathlib import Path
 
-BLOCK, BLOCKS = 2**12, 256      # bytes that are read at once, and how often, evenly spaced over a file
+BLOCK, BLOCKS = 2**12, 256      # bytes per read, and number of reads, evenly spaced over a file
 
 
 def fingerprint_of_model(path: str | Path) -> str:
@@ -24,7 +24,7 @@ def fingerprint_of_model(path: str | Path) -> str:
 
 
 def fingerprint_of_examples(examples: list[dict]) -> str:
-    """Count and hash examples in their order. The same in all processes, also for sets and objects."""
+    """Count and hash examples in order. The result is the same in all processes, for sets and objects too."""
     digest = hashlib.sha256()
     for example in examples:
         digest.update(json.dumps(example, default=as_json, skipkeys=True).encode())
@@ -32,7 +32,7 @@ def fingerprint_of_examples(examples: list[dict]) -> str:
 
 
 def as_json(value):
-    """Return what json.dumps writes of any other value: sets in order, objects without their addresses."""
+    """Convert other values for json.dumps: sets to sorted lists, objects to text without addresses."""
     if isinstance(value, set | frozenset):
         return sorted(map(repr, value))
     return re.sub("0x[0-9a-f]+", "", repr(value))

@@ -1,9 +1,9 @@
 """
-Models as large ones need it: from a hub, with a LoRA adapter, in 16 bits, sharded over processes, on XLA, and
-with activations computed again. For float32 weights in one process model.py does the same.
+Load and save models from a hub, with a LoRA adapter, in 16 bits, sharded over processes, on XLA, and with
+gradient checkpointing. For float32 weights in one process, model.py does the same.
 
-Parts of a model that text does not pass through are frozen. Layers compute in 16 bits under autocast, and
-frozen weights are stored in 16 bits; weights that are trained, embeddings, norms and the head are float32.
+Parts of a model that do not process text are frozen. Layers compute in 16 bits under autocast, and frozen
+weights are stored in 16 bits; trained weights, embeddings, norms and the head are float32.
 Not supported: quantised weights; training on images or sound.
 """
 
@@ -30,25 +30,25 @@ from engine.fingerprints import fingerprint_of_model
 from engine.sharding import full_tensor, loading_shards, reshard, set_tensor, shard, shard_weights
 from engine.text_model import freeze_towers, has_adapter, layers_of, text_model
 
-logging.disable_progress_bar()                            # a run has one of its own
+logging.disable_progress_bar()                            # a run prints its own progress
 
 
 def load_any_tokenizer(config):
-    """Load the tokenizer of config.model_path, or the built-in one. Raises ValueError, one line."""
+    """Load the tokenizer of config.model_path, or the built-in one. Raises ValueError with one line."""
     with loading_errors(config.model_path):
         return core.load_tokenizer(config)
 
 
 def load_any_policy(config, *, trainable: bool = True):
-    """Load the model and the tokenizer of config.model_path, from anywhere, or the built-in ones.
+    """Load the model and the tokenizer of config.model_path, a folder or hub id, or the built-in ones.
 
-    Weights that are trained are float32 at any precision of the layers: in bfloat16 a step of 1e-6 would be
-    rounded away.
+    Trained weights are float32 at any precision of the layers: in bfloat16 a step of 1e-6 would be rounded to
+    nothing.
 
     config     a ModelConfig: model_path is a folder, a hub id or empty. With lora_rank, or if the folder
                holds an adapter, the weights are frozen and the adapter is trained
     trainable  False freezes everything, for inference
-    raises     ValueError in one line if there is no such model
+    raises     ValueError with one line if there is no such model
     """
     with loading_errors(config.model_path):
         adapter = adapter_settings(config.model_path)
@@ -66,7 +66,7 @@ def load_any_policy(config, *, trainable: bool = True):
         else:
             model = core.tiny_gemma(tokenizer, config)
         if adapter or config.lora_rank:
-            from engine.adapters import add_adapter       # here, as below: with an adapter alone
+            from engine.adapters import add_adapter       # here and below: only with an adapter
 
             add_adapter(model, config, bool(adapter))
         if not trainable:
@@ -76,7 +76,7 @@ def load_any_policy(config, *, trainable: bool = True):
 
 @contextmanager
 def loading_errors(path: str):
-    """Raise ValueError, one line with the path, for whatever a library raises. Our messages begin with --."""
+    """Turn any error of a library into ValueError with the path. Our own messages begin with --."""
     try:
         yield
     except Exception as error:
@@ -87,28 +87,28 @@ def loading_errors(path: str):
 
 
 def auto_class(config):
-    """Return the class of transformers that loads a configuration's model. Mistral 3 has none for text."""
+    """Return the class of transformers that loads a configuration's model. Mistral 3 has no text class."""
     kind = type(config)
     with_images = kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and kind not in MODEL_FOR_CAUSAL_LM_MAPPING
     return AutoModelForImageTextToText if with_images else AutoModelForCausalLM
 
 
 def adapter_settings(path: str) -> dict:
-    """Return adapter_config.json of a folder that holds an adapter, with the place of its base; else {}."""
+    """Return adapter_config.json of a folder with an adapter, with the path of its base model; else {}."""
     file = Path(path) / "adapter_config.json"
     if not path or not file.exists():
         return {}
     settings, weights = json.loads(file.read_text()), file.with_name("adapter_model.safetensors")
     base = Path(settings["base_model_name_or_path"])
     places = [base, *(folder / base.name for folder in file.resolve().parents[1:3])]   # moved with its run
-    found = [place for place in places if base.is_absolute() and place.is_dir()]       # no id of a hub
+    found = [place for place in places if base.is_absolute() and place.is_dir()]       # not a hub id
     known = safe_open(weights, "pt").metadata() if weights.exists() else None
     trained_on = (known or {}).get("base", "")            # "": a model of a hub, or an adapter made elsewhere
     same = [place for place in found if trained_on in ("", fingerprint_of_model(place))]
     if found and not same:
         raise ValueError(
             f"--model_path={path}: {found[0]} is not the model that the adapter was trained on; put that "
-            "back, or write its new folder into adapter_config.json")
+            "model there, or write its new folder into adapter_config.json")
     return settings | {"base_model_name_or_path": str(same[0])} if same else settings
 
 
@@ -143,9 +143,9 @@ def check_context_length(model: PreTrainedModel, prompt_tokens: int, completion_
 
 
 def make_reference(model: PreTrainedModel, *, exact: bool = False):
-    """Return a reference: a copy of the model, or of its adapter alone, without gradients.
+    """Return a reference without gradients: a copy of the model, or only of its adapter.
 
-    exact  keep all weights in float32, for a moving average: in 16 bits its small steps would be rounded away
+    exact  keep all weights in float32 for a moving average, whose small steps 16 bits would round to nothing
     """
     if has_adapter(model):
         from engine.adapters import AdapterReference
@@ -167,16 +167,16 @@ def make_reference(model: PreTrainedModel, *, exact: bool = False):
 
 
 def recompute_activations(model: PreTrainedModel) -> None:
-    """Keep only the inputs of each layer, and forward it again in the backward pass.
+    """Keep only the input of each layer, and forward the layer again in the backward pass.
 
-    The switch for this in transformers works in training mode only, with dropout.
+    The option for this in transformers works only in training mode, which has dropout.
     """
-    from engine.prefix_attention import use_prefix_attention  # here: with gradient checkpointing alone
+    from engine.prefix_attention import use_prefix_attention  # only for this
 
     layers = layers_of(model)
     if not layers:
         raise ValueError(
-            f"--gradient_checkpointing=True: {type(model).__name__} has no layers made for it; leave it out")
+            f"--gradient_checkpointing=True: {type(model).__name__} has no layers that support it; remove it")
 
     def recomputed(forward, *args, **kwargs):
         attention = partial(use_prefix_attention, model) if "token_layout" in kwargs else nullcontext
@@ -189,9 +189,9 @@ def recompute_activations(model: PreTrainedModel) -> None:
 
 
 def full_state_dict(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return the model's state_dict, gathered if sharded. Called on all ranks; complete on the main one.
+    """Return the model's state_dict, gathered if sharded. Call on all ranks; it is complete on the main rank.
 
-    Weights that are tied stay one tensor, and are written once.
+    Tied weights stay one tensor, so they are written once.
     """
     reshard(model)
     weights, first = full_tensor(model.state_dict()), {}
@@ -201,7 +201,7 @@ def full_state_dict(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def save_any_policy(model: PreTrainedModel, tokenizer, folder: Path, weights: dict | None = None) -> None:
-    """Write a folder that AutoModelForCausalLM and AutoTokenizer load. With an adapter: the adapter alone.
+    """Write a folder that AutoModelForCausalLM and AutoTokenizer load. With an adapter, write only that.
 
     weights  full_state_dict(model), if it has been gathered already; otherwise all ranks must call this
     """
@@ -220,7 +220,7 @@ def save_any_policy(model: PreTrainedModel, tokenizer, folder: Path, weights: di
 
 
 def resolve_precision(precision: str, device: torch.device) -> str:
-    """Return the precision that auto stands for: bfloat16 if a GPU or TPU computes in it, else float32."""
+    """Resolve auto: bfloat16 if a GPU or TPU supports it, else float32."""
     if precision != "auto":
         return precision
     if device.type == "xla":
@@ -230,7 +230,7 @@ def resolve_precision(precision: str, device: torch.device) -> str:
 
 
 def with_precision(model: PreTrainedModel, precision: str) -> PreTrainedModel:
-    """Let the layers compute in bfloat16 or float16; the head stays in float32. Returns the model."""
+    """Make the layers compute in bfloat16 or float16; the head stays in float32. Returns the model."""
     model.precision = "float32" if precision == "auto" else precision            # auto: see resolve_precision
     if precision_of(model) != "float32":
         forward = model.base_model.forward
@@ -242,9 +242,9 @@ def with_precision(model: PreTrainedModel, precision: str) -> PreTrainedModel:
 def round_frozen_weights(model: PreTrainedModel) -> PreTrainedModel:
     """Store the frozen matrices of the layers in the precision of the layers. Returns the model.
 
-    They would be converted in every pass, so results stay the same bit for bit; only a mixture's experts are
-    in float32 while they are trained. Embeddings and head stay in float32, and what autocast leaves: matrices
-    that are no factors, and in float16 experts.
+    Autocast would convert them in every pass, so results stay bit-identical; only a mixture's experts are in
+    float32 while they are trained. Embeddings and head stay in float32, and so does everything that autocast
+    does not convert: matrices that are not factors of a product, and in float16 experts.
     """
     head, dtype = model.get_output_embeddings().weight, getattr(torch, precision_of(model))
     for module in text_model(model).modules():

@@ -1,9 +1,9 @@
 """
-Packing the rows of a rollout into forward passes: which rows share a pass, and where their tokens are in it.
+Pack the rows of a rollout into forward passes: which rows share a pass, and where their tokens are in it.
 
-A pass is one row of L tokens, prompts and then completions; its layout defines which token attends to
+A pass is a single row of L tokens, first prompts, then completions. Its layout defines which token attends to
 which (prefix_attention.py).
-Shapes: B rows of T completion tokens, P prompts of up to Tp tokens, L tokens of a pass.
+Shapes: B rows of T completion tokens, P prompts of up to Tp tokens, L tokens in a pass.
 """
 
 from collections.abc import Sequence
@@ -19,13 +19,13 @@ from engine.prefix_attention import Block, TokenLayout
 from logprobs import completion_lengths
 
 CPU = torch.device("cpu")
-SHORTEST_IN_BLOCK = 0.75        # of the longest row of a block: padding costs less than another block
-SHORTEST_ON_XLA = 16            # columns of a block, where each size is compiled
+SHORTEST_IN_BLOCK = 0.75        # share of a block's longest row: padding costs less than another block
+SHORTEST_ON_XLA = 16            # columns of a block on XLA, which compiles each size
 Range = tuple[int, int]         # first token and number of tokens
 
 
 class PackedBatch(NamedTuple):
-    """Hold the input of a pass over some rows, (1, L), on the CPU."""
+    """The input of a pass over some rows, (1, L), on the CPU."""
 
     ids: Tensor
     positions: Tensor           # 0, 1, ... over a prompt, continued in each of its completions
@@ -60,18 +60,18 @@ def pack_groups(rollout, rows: Tensor, device: torch.device = CPU) -> PackedBatc
 
 
 def ranges_of(sizes: list[int]) -> list[Range]:
-    """Return the ranges of pieces that follow each other."""
+    """Return the ranges of consecutive pieces."""
     return [(end - size, size) for end, size in zip(accumulate(sizes), sizes, strict=True)]
 
 
 def make_layout(prompts: list[Range], completions: list[tuple[Range, Range]], device=CPU) -> TokenLayout:
-    """Build the layout of a pass: prompts attend to themselves, completions (prompt, own) to both.
+    """Build the layout of a pass: prompts attend to themselves, completions (prompt, own) to both ranges.
 
-    Rows of similar length share a block. On XLA there is one of prompts and one of completions.
+    Rows of similar length share a block. On XLA there is one block of prompts and one of completions.
     """
     blocks: list[list[tuple[Range, Range]]] = []
     for rows in [((0, 0), prompt) for prompt in prompts], completions:
-        longest = 0                                       # of a block
+        longest = 0                                       # length in this block
         for row in sorted(rows, key=lambda row: -row[1][1]):
             length = row[1][1]
             if not longest or (length < SHORTEST_IN_BLOCK * longest and device.type != "xla"):
@@ -109,8 +109,8 @@ def padded_indices(
 def micro_batches_of_groups(rollout, rows: Tensor, max_tokens: int, min_batches: int = 1) -> list[Tensor]:
     """Split rows into batches of at most max_tokens tokens, as logprobs.micro_batches.
 
-    Siblings, which follow each other in rows, share a batch and a copy of their prompt if they fit. Groups
-    are sorted by their tokens.
+    Siblings, which are adjacent in rows, share a batch and a copy of their prompt if they fit. Groups are
+    sorted by their number of tokens.
     """
     group_size = len(rollout.completion_ids) // len(rollout.prompt_ids)
     lengths = completion_lengths(rollout.completion_mask).tolist()

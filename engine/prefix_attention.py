@@ -1,14 +1,14 @@
 """
-Attention in which the completions of a prompt share it: exact, by the attention function of the model.
+Exact attention in which the completions of a prompt share it, by the attention function of the model.
 
-A pass holds its tokens in one row: prompts, then completions. Linear layers process every token once.
-Attention splits them into rows: those of prompts, causal, and those of completions, whose keys are [those of
-the prompt | their own]. The model's function, sdpa or eager, attends within each block of such rows.
+A pass has its tokens in one row: prompts, then completions. Linear layers process every token once. Attention
+splits the tokens into rows: prompts with causal attention, and completions, whose keys are [keys of prompt |
+own keys]. The model's function, sdpa or eager, attends within each block of such rows.
 
 The functions here are registered with transformers' AttentionInterface. Models pass the keyword argument
 `token_layout` on to them from their forward pass. No mask function of the same name is registered, so
-transformers makes no mask.
-Not supported: dropout; layers that carry state from token to token (they need plain rows).
+transformers creates no mask.
+Not supported: dropout; recurrent layers, which need the plain engine.
 Shapes: L tokens of a pass, K key heads, H query heads, D head size; a block has b rows of n queries, with m
 keys of a prompt before n of their own.
 """
@@ -33,7 +33,7 @@ NAME = "prefix_attention_by_"  # followed by the name of the model's function: s
 
 
 class Block(NamedTuple):
-    """Hold rows that attend together, as indices of tokens of the pass, padded by repeating a token."""
+    """Rows that attend together, as indices of tokens in the pass, padded by repeating a token."""
 
     tokens: Tensor              # (b, n), right-padded
     prompts: Tensor             # (b, m), left-padded, so that columns are positions; m = 0: none
@@ -42,10 +42,10 @@ class Block(NamedTuple):
 
 @dataclass
 class TokenLayout:
-    """Define which token attends to which."""
+    """The tokens to which each token attends."""
 
     blocks: list[Block]
-    slots: Tensor               # (L,) of each token among those of all blocks
+    slots: Tensor               # (L,) position of each token among those of all blocks
     store: Callable | None = None               # called with each layer's keys and values
     layers: dict = field(default_factory=dict)  # modules that have called attend -> their windows
     known: dict = field(default_factory=dict)   # masks
@@ -56,7 +56,7 @@ class TokenLayout:
         function  of the model: (module, query, key, value, mask) of a block -> (b, n, H, D), weights
         source    the keys as the layer computed them: the same tensor in layers that share keys
         folds     see attend_folded
-        is_sdpa   the function attends causally where there is no mask
+        is_sdpa   the function is sdpa, which attends causally without a mask
         """
         self.layers[module] = window
         if self.store is not None:
@@ -90,9 +90,9 @@ class TokenLayout:
 
 
 def attend_folded(function, module, query, key, value, mask, folds: int) -> Tensor:
-    """Call a model's attention function, with `folds` query heads of a key head as more queries of one head.
+    """Call a model's attention function with the `folds` query heads of each key head folded into one head.
 
-    Otherwise sdpa copies the keys for each query head if there is a mask, and autograd keeps the copies.
+    Otherwise, if there is a mask, sdpa copies the keys for each query head, and autograd keeps the copies.
 
     query    (b, H, n, D);  key, value  (b, K, m, D);  mask  (b or 1, 1, folds * n, m)
     folds    H / K, or 1 to leave the heads as they are
@@ -106,12 +106,12 @@ def attend_folded(function, module, query, key, value, mask, folds: int) -> Tens
 
 
 def attends_to(query: Tensor, key: Tensor, window: int | None) -> Tensor:
-    """Return True where a position attends to another one: not after it, and inside the window."""
+    """Return True where a query position attends to a key position: not a later one, and in the window."""
     return (key <= query) & (key > query - window) if window else key <= query
 
 
 def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return what is added to the attention scores for a mask (..., n, m): 0 where it is True.
+    """Return the additive form of a mask (..., n, m): 0 where it is True, else a large negative number.
 
     Rows begin at multiples of 32 bytes, as CUDA's kernel requires.
     """
@@ -128,7 +128,7 @@ def prefix_attention(
 
     name          of the model's function, sdpa or eager
     token_layout  a TokenLayout in a pass over prompts and completions, a PrefixCache while tokens are sampled
-    raises        CannotShare if the model does not pass the layout on, or wants what is not supported
+    raises        CannotShare if the model does not pass the layout on, or needs an unsupported feature
     """
     if token_layout is None:
         raise CannotShare(f"{type(module).__name__} was not given the layout of its tokens")
@@ -168,7 +168,7 @@ def check_layers(model, layout: TokenLayout) -> None:
 
 def forward_packed(model, ids: Tensor, positions: Tensor, layout: TokenLayout) -> Tensor:
     """Forward the tokens of a pass, ids and positions (1, L), and return hidden states (1, L, width)."""
-    layout.layers.clear()                                 # several models may be forwarded with one layout
+    layout.layers.clear()                                 # several models may use one layout
     with use_prefix_attention(model):
         output = model.base_model(input_ids=ids, position_ids=positions, token_layout=layout, use_cache=False)
     check_layers(model, layout)
@@ -177,7 +177,7 @@ def forward_packed(model, ids: Tensor, positions: Tensor, layout: TokenLayout) -
 
 @contextmanager
 def use_prefix_attention(model):
-    """Make a model's attention layers call prefix_attention. Each pass then needs a token_layout."""
+    """Make a model's attention layers call prefix_attention; every pass then needs a token_layout."""
     configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
     previous = [(each, each._attn_implementation) for each in configs.values()]
     try:
@@ -185,5 +185,5 @@ def use_prefix_attention(model):
             each._attn_implementation = NAME + ("eager" if (name or "eager").endswith("eager") else "sdpa")
         yield
     finally:
-        for each, name in previous:                       # those of parts after that of the whole model
+        for each, name in previous:                       # the whole model's first, then its parts'
             each._attn_implementation = name

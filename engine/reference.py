@@ -1,6 +1,6 @@
 """
-The reference of the KL term where it is no copy of the policy at hand: the model of --reference_path, one
-that a caller passes to train(), or the one that was saved with a checkpoint.
+Load the reference of the KL term if it is not a copy of the current policy: the model of --reference_path, a
+model that a caller passes to train(), or the reference in a checkpoint.
 """
 
 from dataclasses import replace
@@ -21,7 +21,7 @@ def config_of_reference(config: Config) -> ModelConfig:
 
 
 def compare_tokenizers(tokenizer, config: Config) -> None:
-    """Raise ValueError if a token of the policy is another one of the model of --reference_path."""
+    """Raise ValueError if a token of the policy has another id in the model of --reference_path."""
     try:
         theirs = load_any_tokenizer(config_of_reference(config)).get_vocab()
     except ValueError as error:
@@ -30,23 +30,23 @@ def compare_tokenizers(tokenizer, config: Config) -> None:
     if differs := [token for token, number in ours.items() if theirs.get(token) != number]:
         example = f"{differs[0]!r} is {ours[differs[0]]} here and {theirs.get(differs[0])} there"
         raise ValueError(
-            f"--reference_path={config.grpo.reference_path}: {len(differs)} of {len(ours)} tokens are others "
-            f"there ({example}); take a model with the policy's tokenizer")
+            f"--reference_path={config.grpo.reference_path}: {len(differs)} of {len(ours)} tokens differ "
+            f"there ({example}); use a model with the policy's tokenizer")
 
 
 def load_teacher(config: Config, policy: torch.nn.Module) -> torch.nn.Module:
-    """Load the model of --reference_path, frozen, and place and shard it as the policy is.
+    """Load the model of --reference_path, frozen, on the device of the policy and sharded like it.
 
-    Heads of one tokenizer are padded to different sizes, such as those of Qwen 2.5 to 151,936 and 152,064
-    rows: rows beyond those of the policy belong to no token and are dropped.
+    Models with the same tokenizer may pad their heads to different sizes, such as Qwen 2.5 to 151,936 and
+    152,064 rows. Rows beyond those of the policy belong to no token and are dropped.
     """
     teacher, _ = load_any_policy(config_of_reference(config), trainable=False)
     rows = len(policy.get_output_embeddings().weight)
     for module in teacher.get_output_embeddings(), teacher.get_input_embeddings():
         if len(module.weight) > rows:                     # resize_token_embeddings cannot cut a DTensor
             module.weight = torch.nn.Parameter(module.weight.detach()[:rows], requires_grad=False)
-            module.padding_idx = None                     # of an embedding; one of these rows
-    move(teacher, policy.device)                          # ties again what was tied
+            module.padding_idx = None                     # of an embedding: one of these rows
+    move(teacher, policy.device)                          # also ties weights again
     shard(teacher, getattr(policy, "mesh", {}))
     return teacher
 
@@ -54,20 +54,20 @@ def load_teacher(config: Config, policy: torch.nn.Module) -> torch.nn.Module:
 def prepare_teacher(
     reference: torch.nn.Module | None, policy: torch.nn.Module, tokenizer, config: Config
 ) -> torch.nn.Module:
-    """Return the given teacher, or that of --reference_path, frozen. Raises ValueError if it does not fit."""
+    """Return the given teacher or that of --reference_path, frozen. Raises ValueError if it does not fit."""
     if not config.training.use_grpo:
-        raise ValueError("reference: nothing is compared with it; add use_grpo")
+        raise ValueError("reference: only GRPO uses it; add use_grpo")
     if reference is None:
         reference = load_teacher(config, policy)
     sizes = [len(model.get_output_embeddings().weight) for model in (reference, policy)]
     if sizes[0] < len(tokenizer):
         raise ValueError(
-            f"reference: it knows {sizes[0]} tokens, the tokenizer {len(tokenizer)}; take a model with the "
+            f"reference: it has {sizes[0]} tokens, the tokenizer {len(tokenizer)}; use a model with the "
             "same tokenizer")
     if config.grpo.exact_kl and sizes[0] != sizes[1]:
         raise ValueError(
             f"reference: its head has {sizes[0]} rows, that of the policy {sizes[1]}, and the exact KL sums "
-            f"over both; take --kl_estimator ratio_k3, or resize_token_embeddings({min(sizes)})")
+            f"over both; use --kl_estimator ratio_k3, or resize_token_embeddings({min(sizes)})")
     return reference.eval().requires_grad_(False)
 
 

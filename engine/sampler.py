@@ -1,8 +1,8 @@
 """
-The sampler of the shared engine: a prompt is forwarded once, and its keys and values are shared by its
-completions (cache.py). A completion that waits in the queue starts as soon as others have ended.
+The sampler of the shared engine: a prompt is forwarded once, and its completions share its keys and values
+(cache.py). Waiting prompts start as soon as enough completions have ended.
 
-Random numbers are those of sample.py. On XLA shapes are rounded up, and every iteration is one program.
+Random numbers are the same as in sample.py. On XLA shapes are rounded up, and every iteration is one program.
 Shapes: B completions of up to T tokens, R active rows, H hidden size, V vocabulary. Row B, dummy_row, is no
 completion: tokens drawn for padding, and for completions that have ended, are written there.
 """
@@ -18,15 +18,15 @@ from torch.nn.functional import pad
 from data import encode_prompt
 from engine.cache import PrefixCache
 from engine.devices import bucket, cut_graph, recorded
-from logprobs import compute_logits, distribution_of, restrict_logits
+from logprobs import compute_logits, restrict_logits, sampling_params_of
 from sample import Rollout, make_rollout, sampling_mode, stop_token_ids, uniform_streams
 
-# Tokens of a completion that the cache has room for at first, and the share of active rows below which others
-# are dropped. Both change shapes, after which XLA compiles another program and CUDA records another graph.
+# The initial capacity of the cache in tokens per completion, and the share of active rows below which ended
+# rows are dropped. Both changes of shape make XLA compile another program and CUDA record another graph.
 INITIAL_CAPACITY = defaultdict(lambda: 32, cuda=256)
 COMPACT_BELOW = defaultdict(lambda: 0.75, xla=0.5, cuda=0.5)
-TOKENS_BETWEEN_CHECKS = defaultdict(lambda: 8, cpu=1)    # checking for ended rows waits for the device
-# Rows x tokens up to which all rows stay: on CUDA to read so many takes less time than to record a graph.
+TOKENS_BETWEEN_CHECKS = defaultdict(lambda: 8, cpu=1)    # each check for ended rows waits for the device
+# Up to this many rows x tokens all rows are kept: on CUDA reading them is faster than recording a graph.
 KEPT_TOKENS = defaultdict(int, cuda=2**14)
 
 
@@ -36,28 +36,28 @@ def sample_sharing_prompts(
 ) -> Rollout:
     """Sample as sample_completions_for_prompts, within use_prefix_attention(model).
 
-    The prompts that fit are prefilled, and decoded until there is room for more.
+    As many prompts as fit are prefilled, and decoded until more of them fit.
     """
     group_size, device = num_completions or config.num_completions_per_prompt, next(model.parameters()).device
     encoded = [encode_prompt(tokenizer, prompt) for prompt in prompts]
     uniforms = uniform_streams(seed, len(prompts), group_size, config.generation_max_length)
     stop_ids, pad_id = stop_token_ids(model, tokenizer), tokenizer.pad_token_id
-    distribution = distribution_of(config)
-    state = SamplingState(uniforms, stop_ids, pad_id, distribution, device, reply)
+    sampling_params = sampling_params_of(config)
+    state = SamplingState(uniforms, stop_ids, pad_id, sampling_params, device, reply)
     cut_graph(device)
     groups_at_once = max(1, (getattr(config, "generation_batch_size", 0) or len(uniforms)) // group_size)
     queue, cache, active = deque(enumerate(encoded)), None, []
     with sampling_mode(model):
         while queue or active:
-            room = groups_at_once - math.ceil(len(active) / group_size)
-            if queue and room > 0:
+            free = groups_at_once - math.ceil(len(active) / group_size)
+            if queue and free > 0:
                 cache = cache if active else PrefixCache(model)
-                new_prompts = dict(queue.popleft() for _ in range(min(len(queue), room)))
+                new_prompts = dict(queue.popleft() for _ in range(min(len(queue), free)))
                 new_rows = prefill(new_prompts, state, cache, group_size)
                 active = state.active_rows(active + new_rows)             # a completion may be a single token
             else:
                 active = decode(active, state, cache, group_size, waiting=bool(queue))
-    return make_rollout(tokenizer, encoded, distribution, *state.results())
+    return make_rollout(tokenizer, encoded, sampling_params, *state.results())
 
 
 def prefill(prompts: dict[int, list[int]], state: "SamplingState", cache, group_size: int) -> list[int]:
@@ -104,10 +104,10 @@ def decode(active: list[int], state: "SamplingState", cache, group_size: int, wa
 
 
 class SamplingState:
-    """Hold the tokens drawn so far, and draw more. Tensors have rows for all completions and dummy_row."""
+    """The tokens drawn so far, and methods to draw more. Tensors have rows for completions and dummy_row."""
 
     def __init__(
-        self, uniforms: Tensor, stop_ids: list[int], pad_id: int, distribution: dict, device,
+        self, uniforms: Tensor, stop_ids: list[int], pad_id: int, sampling_params: dict, device,
         reply: Callable | None = None,
     ):
         self.dummy_row, limit = uniforms.shape
@@ -120,7 +120,7 @@ class SamplingState:
         self.count[self.dummy_row :] = 1                  # padding always forwards the same token
         self.stopped = torch.zeros(size, dtype=torch.bool, device=device)
         self.stop_ids = torch.tensor(stop_ids, dtype=torch.long, device=device)
-        self.distribution = distribution                              # see distribution_of
+        self.sampling_params = sampling_params            # see sampling_params_of
         self.reply = reply                                # see sample_completions_for_prompts
 
     def step(self, row_ids: Tensor, logits: Tensor) -> None:
@@ -128,7 +128,7 @@ class SamplingState:
         ended = self.stopped[row_ids] | (self.count[row_ids] >= self.ids.shape[1])
         row_ids = row_ids.masked_fill(ended, self.dummy_row)
         position = self.count[row_ids].masked_fill(row_ids == self.dummy_row, 0)
-        logits = restrict_logits(logits, **self.distribution)
+        logits = restrict_logits(logits, **self.sampling_params)
         tokens, logp = sample_in_blocks(logits, self.uniforms[row_ids, position])
         forced = self.forced_tokens[row_ids, position]
         drawn = forced < 0
@@ -161,7 +161,7 @@ class SamplingState:
         return [row for row in row_ids if not stopped[row] and count[row] < self.ids.shape[1]]
 
     def results(self) -> tuple[Tensor, ...]:
-        """Return what make_rollout takes, on the CPU: ids, sampled, filled, logp (B, T), finished (B,)."""
+        """Return arguments of make_rollout, on the CPU: ids, sampled, filled, logp (B, T), finished (B,)."""
         tensors = self.ids, self.forced_tokens, self.logp, self.count, self.stopped
         ids, forced, logp, count, stopped = (x.cpu()[: self.dummy_row] for x in tensors)
         mask = torch.arange(ids.shape[1]) < count[:, None]                       # by position, not by id
@@ -171,11 +171,11 @@ class SamplingState:
 def sample_in_blocks(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     """Sample as sample_inverse_cdf, but in float32: logits (n, V), uniforms (n,) -> tokens, logp (n,).
 
-    First a block of tokens is drawn, then a token of that block, so no cumulative sum runs over the whole
+    First draw a block of tokens, then a token of that block, so that no cumulative sum runs over the whole
     vocabulary. XLA has neither searchsorted nor, on a TPU, float64.
     """
     width = 2 ** (logits.shape[-1].bit_length() // 2)
-    # On a CPU reductions along rows that are not contiguous take many times as long.
+    # On a CPU, reductions along rows that are not contiguous are many times slower.
     logits = pad(logits, (0, -logits.shape[-1] % width), value=-torch.inf).contiguous()
     top = logits.amax(dim=-1, keepdim=True)                                      # (n, 1)
     blocks = (logits - top).exp_().unflatten(-1, (-1, width))                    # (n, V / width, width)

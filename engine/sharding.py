@@ -1,5 +1,5 @@
 """
-Sharding weights over processes or XLA devices: loading, FSDP2, tensor parallelism, gathering, clipping.
+Shard weights over processes or XLA devices: loading, FSDP2, tensor parallelism, gathering, clipping.
 
 Not supported: pipeline parallelism.
 """
@@ -32,25 +32,25 @@ PARTIAL = "replicated_with_grad_allreduce"                             # norms o
 
 @contextmanager
 def loading_shards():
-    """Let from_pretrained keep a shard of each weight, on the device, if there are several processes.
+    """Make from_pretrained keep only a shard of each weight, on the device, if there are several processes.
 
-    Each of them reads and converts all weights, one after the other, and drops what belongs to the others. So
-    it never holds more than its shards and one weight, such as the experts of a layer, in float32.
+    Each process reads and converts all weights, one after the other, and drops the shards of the others. So
+    it never holds more than its shards and one whole weight, such as the experts of a layer, in float32.
     """
     if num_processes() == 1:
         yield
         return
     mesh = init_device_mesh(best_device().type, (num_processes(),))
 
-    def keep_shard(module, name: str, weight):            # called with each parameter that a module gets
+    def keep_shard(module, name: str, weight):            # called for each new parameter of a module
         read = getattr(weight, "_is_hf_initialized", False) and not weight.is_meta
         if read and weight.ndim and not isinstance(weight, DTensor):
             part = distribute_tensor(weight.detach(), mesh, [Shard(0)], src_data_rank=None).clone()
             weight = torch.nn.Parameter(part, weight.requires_grad)
-            weight._is_hf_initialized = True              # else transformers draws it again
+            weight._is_hf_initialized = True              # else transformers initialises it again
         return weight
 
-    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"          # else threads read all weights ahead
+    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"          # else threads read all weights in advance
     with torch.nn.modules.module.register_module_parameter_registration_hook(keep_shard):
         yield
 
@@ -62,16 +62,16 @@ def set_tensor(model, name: str, tensor: Tensor) -> None:
 
 
 def shard(model, mesh: dict[str, int]) -> None:
-    """Shard the weights over all processes, with each layer a unit that is gathered for its forward pass.
+    """Shard the weights over all processes. Each layer is a unit that is gathered for its forward pass.
 
     mesh    {"replicate": k, "fsdp": m, "tp": n}: k copies of the weights, each sharded over m times n
             processes; n processes also divide the matrix products of every layer
-    raises  ValueError in one line if the model cannot be divided like that
+    raises  ValueError with one line if the model cannot be divided in this way
     """
     if num_processes() == 1:
         return
     device, devices.tensor_parallel = next(model.parameters()).device, mesh["tp"]
-    weights = dict(model.named_parameters())              # one at a time is whole on the device
+    weights = dict(model.named_parameters())              # whole on the device one at a time
     for name, weight in weights.items():
         empty = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
         set_tensor(model, name, torch.nn.Parameter(empty, weight.requires_grad))
@@ -81,7 +81,7 @@ def shard(model, mesh: dict[str, int]) -> None:
     data_mesh = device_mesh["replicate", "fsdp"] if mesh["replicate"] > 1 else device_mesh["fsdp"]
     for module in [*layers_of(model), model]:
         fully_shard(module, mesh=data_mesh)
-        module.set_gradient_divide_factor(1.0)  # sum, not mean: tokens have their weights already
+        module.set_gradient_divide_factor(1.0)  # sum, not mean: tokens have weights
         module.set_force_sum_reduction_for_comms(True)
     for name, empty in list(model.named_parameters()):
         weight = weights.pop(name)
@@ -108,8 +108,8 @@ def parallelize_layers(model, device_mesh) -> list[str]:
     is_known = plan and set(plan.values()) <= {*STYLES, PARTIAL}
     if not is_known or text_config.num_key_value_heads % n or text_config.intermediate_size % n:
         raise ValueError(
-            f"--mesh tp={n}: {text_config.model_type} cannot be divided like that: transformers has no plan "
-            f"for it, or its key heads or columns are no multiple of {n}; use fsdp alone")
+            f"--mesh tp={n}: {text_config.model_type} cannot be divided: transformers has no plan for it, or "
+            f"its key heads or columns are not a multiple of {n}; use only fsdp")
     styles = {name: STYLES[style]() for name, style in plan.items() if style in STYLES}
     parallelize_module(text_model(model), device_mesh, styles)
     return [name for name, style in plan.items() if style == PARTIAL]
@@ -122,7 +122,7 @@ def forward_pass(model, function: Callable):
 
 @contextmanager
 def gathered_weights(model):
-    """Gather all weights in every process once, for many forward passes without gradient."""
+    """Gather all weights in every process, once for many forward passes without gradient."""
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for unit in units:
         unit.set_reshard_after_forward(False, recurse=False)
@@ -143,7 +143,7 @@ def reshard(model) -> None:
 
 
 def full_tensor(tensor):
-    """Gather a sharded tensor, or all in a container, to the CPU of the main process; None in the others.
+    """Gather a sharded tensor, or those in a container, to the CPU of the main process; None in the others.
 
     A tensor on XLA is moved to the CPU. Other tensors and values are returned unchanged.
     """
@@ -174,10 +174,10 @@ def sharded_like(tensor, parameter):
 
 
 def sum_and_clip_gradient(parameters: list, max_norm: float) -> float:
-    """Sum the gradient over all processes and clip it to a norm, in place; return its norm before.
+    """Sum the gradient over all processes and clip it to a norm, in place. Return the norm before clipping.
 
-    FSDP has summed those of sharded parameters. The others, and norms of a process's own heads, are summed
-    here, once, after the last backward pass.
+    FSDP has already summed the gradients of sharded parameters. Those of other parameters, and of norms over
+    a process's own heads, are summed here, once after the last backward pass.
     """
     by_mesh: dict[object, list] = {}                      # None: not sharded
     for parameter in parameters:

@@ -1,13 +1,13 @@
 """
 vLLM as the sampler of a run (--engine vllm). It runs in the process of the trainer, on the same device. The
-training passes are those of the policy.
+policy itself computes the training passes.
 
-Token ids go in; token ids and the log-probabilities with which they were drawn come out. vLLM starts with
-random weights. Before it samples, the weights of the policy are sent to it. One that was not sent shows in
-the first ratios of a step, which end the run (Policy.require_ratios_of_1).
+The input is token ids; the output is token ids and the log-probabilities with which they were drawn. vLLM
+starts with random weights, and receives the policy's weights before it samples. If a weight were missing, the
+first ratios of a step would differ from 1 and end the run (Policy.require_ratios_of_1).
 
-Written against vLLM 0.32. Tested on a CPU in float32 with dense models (docs/scale.md); sleeping, which frees
-a GPU's memory while the policy is updated, is not, as it needs a GPU.
+Written for vLLM 0.32, and tested on a CPU in float32 with dense models (docs/scale.md). Sleep mode, which
+frees a GPU's memory while the policy is updated, is not tested, because it needs a GPU.
 Not supported: engines in other processes.
 """
 
@@ -32,10 +32,10 @@ from engine.device_policy import DevicePolicy
 from engine.models import precision_of
 from engine.sampler import SamplingState
 from engine.sharding import gathered, reshard
-from logprobs import distribution_of
+from logprobs import sampling_params_of
 from sample import Rollout, make_rollout, random_generators, stop_token_ids
 
-ENVIRONMENT = {                 # settings of vLLM that only its environment has, unless the user set them
+ENVIRONMENT = {                 # settings that vLLM reads from the environment, unless they are set already
     "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
 
@@ -44,13 +44,13 @@ def refuse_engine(device: torch.device) -> None:
     """Raise ValueError if this installation or device cannot run --engine vllm."""
     if importlib.util.find_spec("vllm") is None:
         raise ValueError(
-            "--engine=vllm: vllm is not installed; it takes an environment of its own: requirements-vllm.txt")
+            "--engine=vllm: vllm is not installed; it needs a separate environment: requirements-vllm.txt")
     if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"--engine=vllm: not on {device.type}; take --engine auto")
+        raise ValueError(f"--engine=vllm: not supported on {device.type}; use --engine auto")
 
 
 class VLLM:
-    """A sampler for a policy: a vLLM engine with its weights. One can live in a process."""
+    """A sampler for a policy: a vLLM engine with its weights. A process can have only one."""
 
     def __init__(self, policy: DevicePolicy, *, max_length: int = 2048, memory: float = 0.3):
         """Start vLLM for the architecture of a policy, on its device. Call on all ranks.
@@ -65,10 +65,10 @@ class VLLM:
             os.environ.setdefault(name, value)
         self.sleeps = policy.device.type == "cuda"          # it shares the GPU
         config = copy.deepcopy(model.config)
-        config.architectures = [type(model).__name__.removeprefix("FSDP")]      # which FSDP2 adds
-        from vllm import LLM  # here: it reads the environment
+        config.architectures = [type(model).__name__.removeprefix("FSDP")]      # FSDP2 adds it
+        from vllm import LLM  # it reads the environment
 
-        with tempfile.TemporaryDirectory() as folder:     # the architecture alone, no weights
+        with tempfile.TemporaryDirectory() as folder:     # only the architecture, no weights
             config.save_pretrained(folder)
             self.llm = LLM(
                 folder, load_format="dummy", skip_tokenizer_init=True, dtype=precision_of(model),
@@ -77,12 +77,12 @@ class VLLM:
                 distributed_executor_backend="external_launcher" if num_processes() > 1 else None)
 
     def on_all_ranks(self, function: Callable, *args, **kwargs):
-        """Call a function of the engine of each rank; the first rank's error is raised on all."""
+        """Call a function of the engine on each rank; raise the first rank's error on all ranks."""
         return self.policy.ranks.gather(partial(function, *args, **kwargs))[0]
 
     @contextmanager
     def sampling(self):
-        """Send vLLM the policy's weights, and let it sample within the context. Call on all ranks."""
+        """Send the policy's weights to vLLM, which can sample within the context. Call on all ranks."""
         model = self.policy.model
         reshard(model)
         if self.sleeps:
@@ -98,15 +98,15 @@ class VLLM:
             self.on_all_ranks(self.llm.sleep, level=2)    # the next weights replace these
 
     def sample(self, prompts: list, config, seeds, *, num_completions: int, reply=None) -> Rollout:
-        """Sample as Policy.sample: one turn of all completions, then the next."""
+        """As Policy.sample. All completions sample one turn, then the next."""
         from vllm import SamplingParams
 
         size, limit, tokenizer = num_completions, config.generation_max_length, self.policy.tokenizer
         prompt_ids = [encode_prompt(tokenizer, prompt) for prompt in prompts]
         seeds = [int(g.integers(2**62)) for g in random_generators(seeds, len(prompts), size)]
-        stop_ids, distribution = stop_token_ids(self.policy.model, tokenizer), distribution_of(config)
+        stop_ids, sampling_params = stop_token_ids(self.policy.model, tokenizer), sampling_params_of(config)
         state = SamplingState(
-            torch.zeros(len(seeds), limit), stop_ids, tokenizer.pad_token_id, distribution,
+            torch.zeros(len(seeds), limit), stop_ids, tokenizer.pad_token_id, sampling_params,
             torch.device("cpu"), reply)
         requests = [range(p * size, (p + 1) * size) for p in range(len(prompts))]     # rows of siblings
         while requests:
@@ -116,7 +116,7 @@ class VLLM:
                 inputs.append({"prompt_token_ids": ids})
                 parameters.append(SamplingParams(         # siblings have successive seeds
                     n=1 + len(others), seed=seeds[first] + count[first], max_tokens=limit - count[first],
-                    stop_token_ids=stop_ids, ignore_eos=True, logprobs=0, detokenize=False, **distribution,
+                    stop_token_ids=stop_ids, ignore_eos=True, logprobs=0, detokenize=False, **sampling_params,
                 ))
             outputs = self.llm.generate(inputs, parameters, use_tqdm=False)
             rows = [row for request in requests for row in request]
@@ -131,16 +131,16 @@ class VLLM:
                 added = forced[forced >= 0].tolist()
                 state.append(row, added, [0.0] * len(added), False)
             requests = [[row] for row in active if state.count[row] < limit]     # a reply may fill it
-        return make_rollout(tokenizer, prompt_ids, distribution, *state.results())
+        return make_rollout(tokenizer, prompt_ids, sampling_params, *state.results())
 
 
 @torch.no_grad()
 def checkpoint_weights(model, *, with_tied_head: bool) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) of all weights as in a checkpoint, with an adapter added. Call on all ranks.
+    """Yield (name, tensor) of all weights as in a checkpoint, with an adapter merged. Call on all ranks.
 
     One layer at a time is gathered.
 
-    with_tied_head  a head that is the embedding comes under its own name too, as most models of vLLM need
+    with_tied_head  also yield a head that is tied to the embedding, which most models of vLLM need
     """
     layers, tied = adapted_weights(model), model.config.get_text_config().tie_word_embeddings
     tensors = {name.replace(".base_layer", ""): tensor for name, tensor in model.state_dict().items()

@@ -1,1 +1,1 @@
-"""Conversations with environments: tools, games, functions of your own."""
+"""Conversations with environments: tools, games, and functions of users."""

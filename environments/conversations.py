@@ -1,19 +1,18 @@
 """
 Conversations: the policy and an environment take turns, up to --max_turns turns of the policy.
 
-An environment is a class of which each conversation has an instance (environments/instances.py), or a
-function of the conversation so far, a list of chat messages of which the last one is the policy's:
+An environment is either a class, of which each conversation has an instance (environments/instances.py), or a
+function of the conversation so far, which is a list of chat messages that ends with the policy's message:
 
     def respond(conversation, **columns) -> str | dict | None
 
-It returns the next user message as text, or any chat message such as {"role": "tool", "content": "132"}, or
-None to end the conversation; or a pair of that and the points for this turn of the policy. It gets those
-columns of the example that its parameters name. It is called after every turn that the policy ended itself,
-including the last one, so that it can give points for it.
+The function returns the next user message as text, or any chat message such as {"role": "tool", "content":
+"132"}, or None to end the conversation; or a pair of that and the reward for this turn of the policy. It
+receives the columns of the example that its parameters name. It is called after every turn that the policy
+has ended itself, including the last turn, which can then get a reward.
 
-Token ids are never decoded and encoded again: sampled tokens are kept, an environment's message is encoded
-alone and appended (environments/messages.py), and the key-value cache is extended. Calls are made one after
-the other.
+Sampled tokens are never decoded and encoded again: an environment's message is encoded separately, then
+appended (environments/messages.py), and the key-value cache is extended. Calls run one after the other.
 """
 
 import inspect
@@ -30,10 +29,10 @@ from logprobs import completion_lengths
 from environments.instances import Instance, close_all, responders, start_group
 from environments.messages import encode_reply
 from reward_functions.calling import call_with_timeout
-from rewards import MOST_POINTS
+from rewards import MAX_REWARD
 from sample import Rollout, decode_completion, stop_token_ids
 
-MAX_MESSAGE_CHARACTERS = 4000   # of an environment's message; the rest is cut, and a note is added
+MAX_MESSAGE_CHARACTERS = 4000   # limit of an environment's message; a note replaces the rest
 
 
 def sample_with_environment(
@@ -43,7 +42,7 @@ def sample_with_environment(
     """Sample a group of conversations for each example's prompt: a completion is a list of messages.
 
     policy   a Policy;  config  a GRPOConfig;  seeds  a tuple for each prompt
-    returns  a rollout of which the instances of a class, environments, are open: close_all closes them
+    returns  a rollout; if environment is a class, its instances, rollout.environments, are still open
     """
     group_size = num_completions or config.num_completions_per_prompt
     stops = stop_token_ids(policy.model, policy.tokenizer)
@@ -59,7 +58,7 @@ def sample_with_environment(
 
 
 class Conversations:
-    """The conversations of a rollout, each with its environment. Policy.sample calls it: see reply there."""
+    """The conversations of a rollout, each with its environment. Policy.sample calls this object as reply."""
 
     def __init__(
         self, tokenizer, environment: Callable, examples: list[dict], config, stops: list[int],
@@ -67,16 +66,16 @@ class Conversations:
     ):
         """Prepare group_size conversations for each example; restart begins them.
 
-        stops  stop token ids;  seeds  of `random` in reset, one for each example
+        stops  stop token ids;  seeds  seeds of `random` in reset, one for each example
         """
         self.tokenizer, self.environment, self.examples = tokenizer, environment, examples
         self.config, self.stops, self.seeds, self.group_size = config, stops, seeds, group_size
-        self.prompts: list = []                           # of the examples, for Policy.sample
-        self.instances: list = []                         # of a class, one for each conversation
+        self.prompts: list = []                           # one for each example, for Policy.sample
+        self.instances: list = []                         # of the class, one for each conversation
         self.each: list[Conversation] = []
 
     def restart(self) -> None:
-        """Begin all conversations, again if sampling is repeated. Instances of a class are made and reset."""
+        """Begin all conversations; begin them again if sampling is repeated. Create and reset instances."""
         self.close()
         rows = [example for example in self.examples for _ in range(self.group_size)]
         prompts = [example["prompt"] for example in self.examples]
@@ -88,7 +87,7 @@ class Conversations:
                 for p, seed in enumerate(self.seeds)]
         else:
             responds = responders(self.environment, rows)
-        # In place: a repeat of sampling takes them from the same list.
+        # Changed in place, because a repetition of sampling reads the same list.
         self.prompts[:] = [
             prompt_of(self.tokenizer, example | {"prompt": prompt})
             for example, prompt in zip(self.examples, prompts, strict=True)]
@@ -98,22 +97,22 @@ class Conversations:
             for row, respond in enumerate(responds)]
 
     def __call__(self, row: int, ids: list[int]) -> list[int]:
-        """Return what the environment of a row replies to its tokens so far: see Conversation.end_turn."""
+        """Return the environment's reply to a row's tokens so far: see Conversation.end_turn."""
         return self.each[row].end_turn(ids)
 
     def finish(self, rollout: Rollout) -> Rollout:
         """Return the rollout with messages as completions, and with the rewards of turns."""
         if any(rollout.finished[row] and not each.num_turns for row, each in enumerate(self.each)):
-            raise RunError("the policy's sample does not call reply: an environment needs that.")
+            raise RunError("the policy's sample does not call reply, which an environment needs.")
         lengths = completion_lengths(rollout.completion_mask)
-        points = torch.zeros(rollout.completion_mask.shape)
+        rewards = torch.zeros(rollout.completion_mask.shape)
         rows = zip(self.each, rollout.completion_ids.tolist(), lengths.tolist(), strict=True)
         for row, conversation in enumerate(self.each):
             turns = conversation.turn_points
-            points[row, list(turns)] = torch.tensor(list(turns.values()))
-            points[row, lengths[row] - 1] += conversation.final_points()
+            rewards[row, list(turns)] = torch.tensor(list(turns.values()))
+            rewards[row, lengths[row] - 1] += conversation.final_reward()
         return replace(
-            rollout, turn_points=points, environments=[each.environment for each in self.each],
+            rollout, turn_points=rewards, environments=[each.environment for each in self.each],
             finished=rollout.finished & ~torch.tensor([conversation.too_long for conversation in self.each]),
             completions=[conversation.completion_messages(ids[:n]) for conversation, ids, n in rows])
 
@@ -122,7 +121,7 @@ class Conversations:
 
 
 class Conversation:
-    """Hold the state of one conversation while it is sampled."""
+    """The state of one conversation while it is sampled."""
 
     def __init__(self, tokenizer, prompt, respond: Callable, config, stops: list[int]):
         """respond: a function of messages, or an Instance; config: max_turns, reward_errors and so on."""
@@ -132,9 +131,9 @@ class Conversation:
         self.decode = partial(decode_completion, tokenizer)
         self.messages = as_messages(prompt)
         self.num_prompt_messages = len(self.messages)
-        self.turn_start = 0                         # of the policy's current turn, in tokens after the prompt
-        self.num_turns = 0                                # ended by the policy
-        self.turn_points: dict[int, float] = {}           # position of the turn's last token -> points
+        self.turn_start = 0                         # start of the current turn, in tokens after the prompt
+        self.num_turns = 0                                # turns that the policy has ended
+        self.turn_points: dict[int, float] = {}           # position of a turn's last token -> reward
         self.too_long = False                           # ended because a message did not fit the length limit
 
     def end_turn(self, ids: list[int]) -> list[int]:
@@ -143,8 +142,8 @@ class Conversation:
         ids  all tokens after the prompt, up to and including the stop token of the turn
         """
         start, self.turn_start = self.turn_start, len(ids)
-        message, points = self.environment_step(self.decode(ids[start:-1]))
-        self.turn_points[len(ids) - 1] = points
+        message, reward = self.environment_step(self.decode(ids[start:-1]))
+        self.turn_points[len(ids) - 1] = reward
         if message is None or self.num_turns == self.config.max_turns:
             return []
         reply = encode_reply(self.tokenizer, self.prompt, message, self.stops, ended_by=ids[-1])
@@ -157,19 +156,19 @@ class Conversation:
         return reply
 
     def environment_step(self, text: str) -> tuple[dict | None, float]:
-        """Append a turn of the policy. Return the environment's message and its points for the turn."""
+        """Append a turn of the policy. Return the environment's message and the reward of the turn."""
         self.messages.append({"role": "assistant", "content": text})
         self.num_turns += 1
         return self.attempt(partial(self.respond, [dict(message) for message in self.messages]))
 
-    def final_points(self) -> float:
-        """Return the points that an instance gives at the end."""
+    def final_reward(self) -> float:
+        """Return the reward that an instance gives at the end."""
         if self.environment is None:
             return 0.0
-        return self.attempt(lambda: (None, self.respond.points(at_end=True)))[1]
+        return self.attempt(lambda: (None, self.respond.new_reward(at_end=True)))[1]
 
     def attempt(self, call: Callable) -> tuple[dict | None, float]:
-        """Return the message and the points of a call.
+        """Return the message and the reward of a call.
 
         If it raises, or an instance takes too long, raise RunError; with --reward_errors none, end the
         conversation with NaN.
@@ -187,19 +186,19 @@ class Conversation:
             ) from error
 
     def completion_messages(self, ids: list[int]) -> list[dict]:
-        """Return the messages after the prompt, with a last turn that the length limit cut off."""
+        """Return the messages after the prompt, including a last turn that the length limit truncated."""
         cut = self.turn_start < len(ids)
         last = [{"role": "assistant", "content": self.decode(ids[self.turn_start :])}] if cut else []
         return self.messages[self.num_prompt_messages :] + last
 
 
 def parse_step(returned) -> tuple[dict | None, float]:
-    """Convert what an environment returned to a chat message or None, and points."""
-    message, points = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, 0.0)
-    if not abs(points) <= MOST_POINTS:
-        raise ValueError(f"it gave {points} points, not a number of at most {MOST_POINTS:g}")
+    """Convert the result of an environment to a chat message (or None) and a reward."""
+    message, reward = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, 0.0)
+    if not abs(reward) <= MAX_REWARD:
+        raise ValueError(f"it gave a reward of {reward}, not a number of at most {MAX_REWARD:g}")
     if message is None:
-        return None, float(points)
+        return None, float(reward)
     if isinstance(message, str):
         message = {"role": "user", "content": message}
     match message:
@@ -210,4 +209,4 @@ def parse_step(returned) -> tuple[dict | None, float]:
             raise TypeError(f"it returned {message!r:.60}, {expected}")
     if (surplus := len(content) - MAX_MESSAGE_CHARACTERS) > 0:
         content = f"{content[:MAX_MESSAGE_CHARACTERS]} [{surplus} more characters were cut]"
-    return message | {"content": content}, float(points)
+    return message | {"content": content}, float(reward)

@@ -1,11 +1,11 @@
 """
-Environments by name or in a file, and the columns that they need. Those with a state are a class, of which
-every conversation gets an instance of its own.
+Load environments by name or from a file, and check the columns that they need. An environment with a state is
+a class, and every conversation gets its own instance.
 
-The contract is that of TRL's environment_factory, see docs/conversations.md. Instances are called one after
-the other in the main thread, since sqlite3 and browsers belong to the thread that opened them, and each call
-has a time limit. In reset `random` is seeded equally for the completions of a prompt. Not supported:
-calls that run concurrently, using instances again, images, a dict of several classes.
+The interface is that of TRL's environment_factory, see docs/conversations.md. Instances are called one after
+the other in the main thread, because sqlite3 and browsers must stay in the thread that opened them. Each call
+has a time limit. During reset, `random` has the same seed for all completions of a prompt. Not supported:
+concurrent calls, reuse of instances, images, a dict of several classes.
 """
 
 import inspect
@@ -29,15 +29,15 @@ SECONDS_PER_CALL = 60.0         # without --reward_timeout
 
 
 class Instance:
-    """An instance of a class, and its points so far. An error of its beginning is raised at its turn."""
+    """An instance of a class, with its reward so far. An error in begin is raised at the first turn."""
 
     def __init__(self, example: dict, seconds: float):
         self.example, self.seconds = example, seconds or SECONDS_PER_CALL
         self.environment = self.error = None
-        self.total = 0.0                                  # points so far
+        self.total = 0.0                                  # reward so far
 
     def begin(self, environment_class: type, seed: str) -> str | None:
-        """Make and reset the instance. Return what to append to the prompt."""
+        """Create and reset the instance. Return the text to append to the prompt."""
         self.environment = environment_class()
         random.seed(seed)
         text = self.environment.reset(**accepted(self.environment.reset, self.example))
@@ -46,14 +46,14 @@ class Instance:
         return text
 
     def __call__(self, conversation: list[dict]) -> tuple[dict | None, float]:
-        """Execute the tool calls of the last message. Return a message with the results, and points."""
+        """Execute the tool calls of the last message. Return a message with results, and the new reward."""
         if self.error:
             raise self.error
         methods = public_methods(type(self.environment), self.environment)
-        return answer_calls(conversation, methods), self.points()
+        return answer_calls(conversation, methods), self.new_reward()
 
-    def points(self, at_end: bool = False) -> float:
-        """Return the points since the last call."""
+    def new_reward(self, at_end: bool = False) -> float:
+        """Return the reward since the last call."""
         if hasattr(self.environment, "get_reward"):
             return float(await_result(self.environment.get_reward())) if at_end else 0.0
         before, reward = self.total, getattr(self.environment, "reward", None)
@@ -62,9 +62,9 @@ class Instance:
 
 
 def start_group(environment_class: type, group: list[Instance], seed: str, name: str) -> str | list[dict]:
-    """Begin the instances of a prompt. Return it, with the text that reset returns behind it.
+    """Begin the instances of a prompt. Return the prompt, followed by the text that reset returns.
 
-    name    of the environment;  raises  RunError if texts differ: a group has one prompt
+    name    of the environment;  raises  RunError if the texts differ, because a group shares one prompt
     """
     texts, state = [], random.getstate()
     for instance in group:

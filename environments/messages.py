@@ -1,4 +1,4 @@
-"""Messages of a conversation as token ids: demonstrations with several turns, an environment's messages."""
+"""Encode messages of a conversation: demonstrations with several turns, and an environment's messages."""
 
 from contextlib import suppress
 from functools import partial
@@ -10,7 +10,7 @@ from guards import OUTPUT, without_special_tokens
 def encode_turns(
     tokenizer, prompt, completion: str | list[dict], stop_ids: list[int]
 ) -> tuple[list[int], list[bool]]:
-    """Encode a demonstration, text or messages: token ids, and True where they are the assistant's."""
+    """Encode a demonstration, text or messages. Returns token ids and a mask, True on the assistant's."""
     if isinstance(completion, str):
         return encode_demonstration(tokenizer, prompt, completion, stop_ids)
     ids, is_assistant, messages = [], [], without_special_tokens(tokenizer, as_messages(prompt))
@@ -28,9 +28,9 @@ def encode_turns(
 
 
 def text_of_turn(tokenizer, before: list[dict], message: dict) -> str:
-    """Return the text of an assistant's turn: its content, or what the template makes of it with its calls.
+    """Return the text of an assistant's turn: its content or, with tool calls, as the template renders it.
 
-    Raises ValueError if the template does not write all of it behind the messages before.
+    Raises ValueError if the template does not render all of the turn after the earlier messages.
     """
     if not any(map(message.get, OUTPUT)):
         return message["content"]
@@ -45,7 +45,7 @@ def text_of_turn(tokenizer, before: list[dict], message: dict) -> str:
 
 
 def unwritten_entries(tokenizer, messages: list[dict], number: int) -> list[str]:
-    """Return the entries of a message without which, or without the last call of which, the text is equal."""
+    """Return the entries of a message that the template does not render: without them the text is equal."""
     message, texts = messages[number], {}
     for name in ["", *message]:
         other = {entry: value for entry, value in message.items() if entry != name}
@@ -59,14 +59,14 @@ def unwritten_entries(tokenizer, messages: list[dict], number: int) -> list[str]
 def encode_reply(
     tokenizer, prompt, message: dict, stop_ids: list[int], ended_by: int | None = None
 ) -> list[int]:
-    """Encode an environment's message: token ids between the stop token of a turn and the next turn.
+    """Encode an environment's message: the token ids between the stop token of a turn and the next turn.
 
     prompt    the first prompt of the conversation: without a chat template, the reply to text is lines of
               text, and the reply to messages is lines that begin with a role
     ended_by  the stop token of the turn: a template without one begins the reply with it (GLM 4)
 
-    The message is rendered after a made-up turn, since templates may render earlier turns differently later
-    (Qwen 3 leaves out their reasoning), but sampled tokens must not change.
+    The message is rendered after a made-up turn. Templates may render earlier turns differently later (Qwen 3
+    omits their reasoning), but sampled tokens must not change.
     """
     (message,) = without_special_tokens(tokenizer, [with_known_role(tokenizer, message)])
     encode = partial(tokenizer.encode, add_special_tokens=False)
@@ -82,9 +82,9 @@ def encode_reply(
 
 
 def with_known_role(tokenizer, message: dict) -> dict:
-    """Return the message; with the role of the user if the template rejects or leaves out its own role.
+    """Return the message, with the role of the user if the template rejects or omits its own role.
 
-    This is found with a made-up content: the same for each message of a tool.
+    The check uses made-up content, so that the result is the same for all messages of a tool.
     """
     if message["role"] in ("user", "assistant") or not tokenizer.chat_template:
         return message

@@ -16,14 +16,14 @@ from reward_functions.calling import start_coroutine
 from reward_functions.sandbox import run_python
 from rewards import extract_answer
 
-MAX_POWER_BITS = 4096           # of the result of ** with whole numbers
-SECONDS_PER_MESSAGE = 10.0      # for all tool calls of a message; later ones are not run
+MAX_POWER_BITS = 4096           # limit of the result of ** with whole numbers
+SECONDS_PER_MESSAGE = 10.0      # for all tool calls of a message; calls after that are not run
 
 
 def with_tools(*functions: Callable) -> Callable:
-    """Return an environment that executes tool calls. A message without one ends the conversation.
+    """Return an environment that executes tool calls. A message without a call ends the conversation.
 
-    functions  with type hints and a docstring with "Args:", which chat templates show to the model
+    functions  must have type hints and a docstring with "Args:", which chat templates show to the model
     """
     respond = partial(answer_calls, functions={function.__name__: function for function in functions})
     respond.tools = list(functions)
@@ -51,8 +51,8 @@ def run_calls(text: str, functions: dict[str, Callable]) -> list[str]:
 
 
 def run_text_call(text: str, functions: dict[str, Callable]) -> str:
-    """Return the result of name(arguments), or an error message. Arguments are literals of Python; the one of
-    a function of one text needs no quotes: find(Oslo, Norway).
+    """Return the result of name(arguments), or an error message. Arguments are Python literals; if the only
+    parameter is a text, the argument needs no quotes: find(Oslo, Norway).
     """
     name, _, whole = text[:-1].partition("(")
     parameters = inspect.signature(functions[name]).parameters
@@ -91,7 +91,7 @@ def run_call(function: Callable, /, *args, **kwargs) -> str:
 
 
 def await_result(result):
-    """Return a result; for a coroutine, what it returns in the event loop of all async functions."""
+    """Return a result; run a coroutine in the event loop of all async functions, and return its result."""
     return start_coroutine(result)() if inspect.iscoroutine(result) else result
 
 
@@ -134,7 +134,7 @@ def python(code: str) -> str:
 def guess_letter(conversation: list[dict], answer: str) -> tuple[str | None, float]:
     """Reply "up" or "down": the direction from the tagged guess to the letter in the column `answer`.
 
-    1 point for the letter, -0.1 for every other guess, -0.2 for a turn without a guess.
+    The reward is 1 for the letter, -0.1 for every other guess, and -0.2 for a turn without a guess.
     """
     guess = extract_answer(conversation[-1]["content"]) or ""
     if guess not in list("abcdefghijklmnopqrstuvwxyz"):

@@ -1,8 +1,8 @@
-"""Reward functions by kind (`from reward_functions import judge`), calling them safely, and the sandbox."""
+"""Reward functions (`from reward_functions import judge`), code that calls them safely, and the sandbox."""
 
 from importlib import import_module
 
-MODULES = {                     # the functions of each module
+MODULES = {                     # module -> its functions
     "rewards": "correctness reasoning_coherence explanation_quality",
     "reward_functions.formats": "multiple_choice answer_pattern json_format xml_tags environment none",
     "reward_functions.arithmetic": "countdown",
@@ -17,7 +17,7 @@ MODULE_OF = {name: module for module, names in MODULES.items() for name in names
 
 
 def __getattr__(name: str):
-    """Import a function when it is asked for: the sandbox and the readers of data need only their own."""
+    """Import a function when it is first used, so that the sandbox and readers of data import little else."""
     if name not in MODULE_OF:
         raise AttributeError(f"module {__name__} has no attribute {name}")
     return getattr(import_module(MODULE_OF[name]), name)

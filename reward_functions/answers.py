@@ -1,6 +1,6 @@
 """
-Helpers of the reward functions here: lists in the data, \\boxed{...} and fenced blocks.
-Those of tagged answers are in rewards.py. A model may print anything, so nothing here raises.
+Helpers of this package's reward functions: lists in the data, \\boxed{...} and fenced blocks. Helpers for
+tagged answers are in rewards.py. A model may print anything, so nothing here raises.
 """
 
 import ast
@@ -18,19 +18,19 @@ WRAPPED = re.compile(r"(\$\$?|\*{1,3}|`)(.+)\1\.?|\\[([](.+)\\[])]\.?", re.DOTAL
 
 
 def as_texts(value) -> list[str]:
-    """Return a list of the data as texts: [] if it is missing; a single text or number is a list of one."""
+    """Return a list in the data as texts. A single text or number becomes a list; a missing value, []."""
     single = isinstance(value, str | dict) or not hasattr(value, "__iter__")
     return list(map(str, [value] if single else value)) if not is_missing(value) else []
 
 
 def as_list(text: str) -> list | None:
-    """Return the list that a text is in JSON or Python, None for other texts: as_list("['7']") == ["7"]."""
+    """Parse a list in JSON or Python; return None for other texts: as_list("['7']") == ["7"]."""
     with suppress(ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
         return ast.literal_eval(text.strip()) if re.match(r"\s*\[.*\]\s*$", text, re.DOTALL) else None
 
 
 def extract_boxed(text: str) -> str | None:
-    """Return the content of the last \\boxed{...}, \\fbox{...} or \\framebox{...}, None without one.
+    """Return the content of the last \\boxed{...}, \\fbox{...} or \\framebox{...}, or None.
 
     extract_boxed("so \\boxed 4$") == extract_boxed("\\fbox{4}") == "4"
     """
@@ -46,7 +46,7 @@ def extract_boxed(text: str) -> str | None:
 
 
 def final_answer(text: str) -> str | None:
-    """Return the tagged answer, without a box; in a text without tags the content of the only box."""
+    """Return the tagged answer, without a box; in a text without tags, the content of the only box."""
     tagged = extract_answer(text)
     answer = tagged if "<answer>" in text else text
     return extract_boxed(answer) if answer and len(BOX.findall(answer)) == 1 else tagged
@@ -64,8 +64,8 @@ def unwrap(text: str) -> str:
 
 
 def extract_block(text: str, language: str) -> str:
-    """Return the last fenced block of a language, else the last one without a language, in the tagged answer
-    if there is one, else in the whole text; without such a block, all of that. language: a pattern.
+    """Return the last fenced block of a language, else the last one without a language. Search the tagged
+    answer if there is one, else the whole text, and return all of it if it has no block. language: a pattern.
 
     extract_block("So:\\n```python\\nx = 1\\n```", "python") == "x = 1\\n"
     """

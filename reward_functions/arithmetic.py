@@ -1,4 +1,4 @@
-"""Reward function of the countdown problems, and arithmetic expressions evaluated without running code."""
+"""The reward function for countdown problems, and a parser of arithmetic expressions that runs no code."""
 
 import ast
 import operator
@@ -16,25 +16,25 @@ FOUR_OPERATORS = {
 
 
 def countdown(completions, numbers, target, **columns) -> list[float | None]:
-    """Give 1 point if the one tagged answer combines the column `numbers`, each used exactly once, with
-    + - * / and parentheses, and equals the column `target`, else 0; None where there are none. Computed
-    exactly, in fractions.
+    """Return 1 if the tagged answer is an expression of the column `numbers`, each used exactly once, with
+    + - * / and parentheses, and equals the column `target`, else 0; None where a column is empty. The value
+    is computed exactly, in fractions.
 
     countdown(["<answer>(3*4)+7</answer>"], numbers=[[7, 3, 4]], target=[19]) == [1.0]
     {"prompt": "Make 19 from 7, 3, 4.", "numbers": [7, 3, 4], "target": 19}
     """
 
-    def points(text: str, given, goal) -> float:
+    def reward(text: str, given, goal) -> float:
         value, used = exact_value(extract_answer(text) or "")
         return float(value == Fraction(str(goal)) and sorted(used) == sorted(map(Fraction, as_texts(given))))
 
-    return score_each(points, completions, numbers, target)
+    return score_each(reward, completions, numbers, target)
 
 
 def exact_value(text: str) -> tuple[Fraction | None, list[int]]:
     """Return the value of an expression like (3*4)+7, or None for anything else, and the numbers in it.
 
-    Only whole numbers, + - * / between two of them, and parentheses are allowed. There are no large values.
+    Only whole numbers, + - * / between two of them, and parentheses are allowed. Values cannot be large.
     """
     if not re.fullmatch(r"[0-9+\-*/() ]{1,200}", text):   # no names, no decimals, no warnings from the parser
         return None, []
@@ -46,11 +46,11 @@ def exact_value(text: str) -> tuple[Fraction | None, list[int]]:
 
 
 def evaluate_expression(text: str, operators: Mapping[type, Callable], convert: Callable):
-    """Evaluate an arithmetic expression by its syntax tree. No code is run.
+    """Evaluate an arithmetic expression from its syntax tree. No code is run.
 
     operators  {ast.Add: operator.add, ...}; others are rejected
     convert    applied to each number in the text, such as Fraction
-    raises     ValueError, SyntaxError, or what an operator raises
+    raises     ValueError, SyntaxError, or the error of an operator
     """
     def value(node):
         match node:
@@ -60,7 +60,7 @@ def evaluate_expression(text: str, operators: Mapping[type, Callable], convert: 
                 return operators[type(op)](value(operand))
             case ast.BinOp(left=left, op=op, right=right) if type(op) in operators:
                 return operators[type(op)](value(left), value(right))
-        raise ValueError("only numbers with + - * / // % ** and parentheses")    # for users of the calculator
+        raise ValueError("only numbers with + - * / // % ** and parentheses")    # for calculator users
 
     if len(text) > MAX_CHARACTERS:
         raise ValueError(f"more than {MAX_CHARACTERS} characters")

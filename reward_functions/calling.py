@@ -1,6 +1,6 @@
 """
-Calling the reward functions of users: arguments as in TRL, the time limit, async functions, reports beside
-the points, and errors that name the function. wrap_reward_functions is what others call.
+Call the reward functions of users: with arguments as in TRL, a time limit, async functions, reports beside
+the rewards, and errors that name the function. The entry point is wrap_reward_functions.
 """
 
 import asyncio
@@ -22,9 +22,9 @@ from types import SimpleNamespace
 import torch
 
 from engine.errors import RunError, exits_as_errors, in_one_line
-from rewards import COLUMNS_NOT_PASSED, name_of, read_points, select_tokens, text_of
+from rewards import COLUMNS_NOT_PASSED, name_of, read_rewards, select_tokens, text_of
 
-# Arguments that are no columns, and columns that are not passed to functions.
+# Arguments that are not columns, and columns that are not passed to functions.
 PROVIDED = ("prompts", "completions", "completion_ids", "prompt_ids", "sampling_logp", "trainer_state",
             "environments", "log_extra", "log_metric")
 RESERVED = (*PROVIDED, *COLUMNS_NOT_PASSED)
@@ -34,33 +34,33 @@ ANSWER_NAMES = ("solution", "target", "ground_truth")     # further parameter na
 
 
 class NoResult(ValueError):
-    """Report that a call returned something else than points, or took too long."""
+    """A call returned something other than rewards, or took too long."""
 
 
 class OutOfTime(KeyboardInterrupt):
-    """Interrupt a call: functions often catch Exception, but not this."""
+    """Interrupts a call: functions often catch Exception, but not KeyboardInterrupt."""
 
 
 @dataclass
 class Reports:
-    """Reports of calls of reward functions about B completions, besides their rewards."""
+    """What calls of reward functions report about B completions, besides rewards."""
 
     extra: list[dict] = field(default_factory=list)       # B, name -> value, from log_extra
     metrics: list[tuple[str, float]] = field(default_factory=list)               # from log_metric
     failures: list[dict] = field(default_factory=list)    # unscored calls: function and error
 
     def log_extra(self, name: str, values) -> None:
-        """Keep a value for each completion, for rollouts.jsonl."""
+        """Record a value for each completion, for rollouts.jsonl."""
         values = values.tolist() if hasattr(values, "tolist") else values
         for row, value in zip(self.extra, values, strict=True):
             row[name] = value
 
     def log_metric(self, name: str, value: float) -> None:
-        """Keep a number for metrics.jsonl, which has the mean of a step's calls."""
+        """Record a number for metrics.jsonl, which has the mean over the calls of a step."""
         self.metrics.append((name, float(value)))
 
     def means(self) -> dict[str, float]:
-        """Return the mean of each metric, without NaN."""
+        """Return the mean of each metric; NaN is ignored."""
         values = defaultdict(list)
         for name, value in self.metrics:
             values[name].append(value)
@@ -72,13 +72,13 @@ def wrap_reward_functions(
 ) -> tuple[list[Callable], Reports]:
     """Return functions for compute_rewards_for_completions that call the given ones, and their reports.
 
-    rollout   if it has turn_points (B, T), functions get the points of a conversation's turns, and one with
+    rollout   if it has turn_points (B, T), functions get the rewards of a conversation's turns, and one with
               NaN among them is unscored: its environment raised. environments are passed on
     config    a GRPOConfig. reward_errors "raise": stop, naming the function and its error; "none": leave all
-              B completions unscored. reward_timeout: seconds for one call; 0: no limit. Taking longer is an
-              error
+              B completions unscored. reward_timeout: seconds for one call, after which it counts as an error;
+              0: no limit
     trainer_state  global_step, max_steps and epoch, as in TRL; None: step 0 of 1
-    returns   functions of the same names; reports, filled while these are called
+    returns   functions with the same names; reports, which are filled during the calls
     """
     mask, turn_points = rollout.completion_mask, rollout.turn_points
     reports = Reports([{} for _ in mask])
@@ -98,8 +98,8 @@ def wrap_reward_functions(
 
     def wrap(function: Callable) -> Callable:
         def start(**arguments) -> Callable:
-            points = start_scoring(function, arguments | provided, reports, config)
-            return lambda: [math.nan if failed else p for p, failed in zip(points(), unscored, strict=True)]
+            result = start_scoring(function, arguments | provided, reports, config)
+            return lambda: [math.nan if failed else r for r, failed in zip(result(), unscored, strict=True)]
 
         start.__name__ = name_of(function)
         return start
@@ -108,12 +108,12 @@ def wrap_reward_functions(
 
 
 def start_scoring(function: Callable, arguments: dict, reports: Reports, config) -> Callable:
-    """Return a function that returns the points of a call: None: could not score; NaN: failed.
+    """Return a function that waits for the rewards of a call: None: could not score; NaN: failed.
 
-    An async function begins here, beside others. Each call has lists of its own, of the same cells.
+    An async function starts here and runs beside others. Each call gets its own lists, with the same cells.
     """
     completions = arguments["completions"]
-    # Other examples have these columns.
+    # Only other examples have these columns.
     absent = dict.fromkeys(missing_columns(function, {*arguments}), [None] * len(completions))
     own = absent | accepted(function, arguments)
     own = {name: list(value) if isinstance(value, list) else value for name, value in own.items()}
@@ -125,9 +125,9 @@ def start_scoring(function: Callable, arguments: dict, reports: Reports, config)
     is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
     call = start_coroutine(call_async()) if is_async else exits_as_errors()(partial(function, **own))
 
-    def points() -> list[float | None]:
+    def result() -> list[float | None]:
         try:
-            return parse_points(call_with_timeout(config.reward_timeout, call), name_of(function), reports)
+            return parse_rewards(call_with_timeout(config.reward_timeout, call), name_of(function), reports)
         except Exception as error:
             if config.reward_errors == "raise":
                 raise RunError(error_message(function, error, completions)) from error
@@ -135,16 +135,16 @@ def start_scoring(function: Callable, arguments: dict, reports: Reports, config)
             reports.failures.append({"function": name_of(function), "error": words})
             return [math.nan] * len(completions)
 
-    return points
+    return result
 
 
 # ---- arguments and columns ---------------------------------------------------------------------------------
 
 
 def accepted(function: Callable, arguments: dict) -> dict:
-    """Return the arguments that a function has parameters for: if it accepts any, all but ONLY_BY_NAME.
+    """Return the arguments that a function has parameters for; if it accepts any, all but ONLY_BY_NAME.
 
-    The answer has the names of others too. A parameter `completions: list[list[int]]` gets token ids.
+    The answer is also passed under ANSWER_NAMES. A parameter `completions: list[list[int]]` gets token ids.
     """
     parameters = inspect.signature(function).parameters
     accepts_any = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values())
@@ -158,12 +158,12 @@ def accepted(function: Callable, arguments: dict) -> dict:
 
 
 def columns_of(examples: list[dict]) -> set[str]:
-    """Return the names of the columns that functions may get: all of any example but the reserved ones."""
+    """Return the names of the columns that functions may get: all but the reserved ones."""
     return {name for example in examples for name in example} - set(RESERVED)
 
 
 def parameters_of(functions: list[Callable | None]) -> set[str]:
-    """Return the names of the parameters of functions, also of those that they call for each completion."""
+    """Return the parameter names of functions, and of functions that they call for each completion."""
     called = [each for function in functions for each in (function, *getattr(function, "args", ()))]
     return {name for each in called if callable(each) for name in inspect.signature(each).parameters}
 
@@ -181,21 +181,21 @@ def missing_columns(function: Callable, columns: set[str]) -> list[str]:
 
 
 def start_coroutine(coroutine: Coroutine) -> Callable:
-    """Begin a coroutine, beside others. Return a function that waits for its result."""
+    """Start a coroutine, to run beside others. Return a function that waits for its result."""
     future = asyncio.run_coroutine_threadsafe(coroutine, event_loop())
 
     def result():
         try:
             return future.result()
         finally:
-            future.cancel()                               # without effect, unless the wait was interrupted
+            future.cancel()                               # no effect unless the wait was interrupted
 
     return result
 
 
 @cache
 def event_loop() -> asyncio.AbstractEventLoop:
-    """Return the event loop of all async functions, in a thread: a client they keep belongs to one loop."""
+    """Return the event loop of all async functions, in a thread: clients that they keep need one loop."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
     return loop
@@ -204,9 +204,9 @@ def event_loop() -> asyncio.AbstractEventLoop:
 def call_with_timeout(seconds: float, call: Callable):
     """Return call(), or raise NoResult after that many seconds; 0: no limit.
 
-    A timer's signal interrupts Python code, waiting and regular expressions, but no other C code, and only in
-    the main thread: elsewhere, and after a function's own signal.alarm, there is no limit. A thread that is
-    given up on would go on, and functions that set an alarm, as math-verify does, fail in one.
+    A timer signal interrupts Python code, waiting and regular expressions, but no other C code, and only in
+    the main thread: in other threads, and after a function's own signal.alarm, there is no limit. Threads are
+    no alternative: they cannot be stopped, and functions that set an alarm (math-verify) fail in them.
     """
     if not seconds or threading.current_thread() is not threading.main_thread():
         return call()
@@ -215,10 +215,10 @@ def call_with_timeout(seconds: float, call: Callable):
         raise OutOfTime
 
     before = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)    # again: a thread pool waits for its threads then
+    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)    # repeated: a thread pool waits for its threads
     try:
         result = call()
-        signal.setitimer(signal.ITIMER_REAL, 0)           # here, where a late signal is still caught
+        signal.setitimer(signal.ITIMER_REAL, 0)           # inside the try, which catches a late signal
         return result
     except OutOfTime:
         raise NoResult(f"no result within {seconds:g} s (--reward_timeout)") from None
@@ -227,11 +227,11 @@ def call_with_timeout(seconds: float, call: Callable):
         signal.signal(signal.SIGALRM, before)
 
 
-def parse_points(returned, name: str, reports: Reports) -> list[float | None]:
-    """Convert what a function returned to its points, None for NaN.
+def parse_rewards(returned, name: str, reports: Reports) -> list[float | None]:
+    """Convert the result of a function to rewards, with None for NaN.
 
-    A dict for each completion, as verl's functions return it, has the points as `score`. All its values are
-    logged as name/key, and the mean of numbers as reward/name/key.
+    verl's functions return a dict for each completion, with the reward as `score`. All its values are logged
+    as name/key, and the means of numbers as reward/name/key.
     """
     outputs: dict[str, list] = {}
     if isinstance(returned, list) and any(isinstance(row, dict) for row in returned):
@@ -239,17 +239,17 @@ def parse_points(returned, name: str, reports: Reports) -> list[float | None]:
         outputs = {key: [row.get(key) for row in rows] for key in chain(*rows)}
         returned = outputs.get("score")
     try:
-        points = read_points(returned, len(reports.extra), "it")
+        rewards = read_rewards(returned, len(reports.extra), "it")
     except ValueError as error:
         raise NoResult(error) from None
     for key, values in outputs.items():
         reports.log_extra(f"{name}/{key}", values)
         reports.metrics += [(f"reward/{name}/{key}", float(v)) for v in values if isinstance(v, Real)]
-    return [None if p is None or math.isnan(p) else p for p in points]
+    return [None if r is None or math.isnan(r) else r for r in rewards]
 
 
 def error_message(function: Callable, error: Exception, completions: list) -> str:
-    """Return a line with the function, its error with file and line, a completion, and what to do."""
+    """Return a line with the function, its error with file and line, a completion, and how to fix it."""
     name = name_of(function)
     if isinstance(error, NoResult):
         return f"reward function {name}: {error}"
@@ -257,6 +257,6 @@ def error_message(function: Callable, error: Exception, completions: list) -> st
     own = [f for f in frames if f.filename == getattr(getattr(function, "__code__", None), "co_filename", "")]
     frame = (own or frames)[-1]
     where = f"{Path(frame.filename).name}, line {frame.lineno}"
-    fix = "Let it return None for what it cannot score, or pass --reward_errors none."
+    fix = "Return None for completions that it cannot score, or pass --reward_errors none."
     first = f"on {len(completions)} completions, the first is {text_of(completions[0])!r:.80}"
     return f"reward function {name} raised {in_one_line(error)} ({where}); {first}. {fix}"

@@ -1,4 +1,4 @@
-"""Reward functions for answer formats (multiple choice, patterns, JSON, XML) and an environment's points."""
+"""Reward functions for answer formats (multiple choice, patterns, JSON, XML) and for environments."""
 
 import json
 import re
@@ -13,21 +13,21 @@ NAMED = re.compile(r"(?i:(the )?((correct|right|final) )?(option|choice|answer)(
 
 
 def multiple_choice(completions, answer, choices=None, **columns) -> list[float | None]:
-    """Give 1 point if the answer, tagged or boxed as for math_equality, names the right choice, else 0; None
-    where the column `answer` names no choice.
+    """Return 1 if the answer, tagged or boxed as for math_equality, names the right choice, else 0; None if
+    the column `answer` names no choice.
 
     "B", "(b)", "**B**", "B) four", "B - four" and "Option B" name choice B; so does its text if the column
-    `choices` is a list of texts. A text counts before a letter.
+    `choices` is a list of texts. Texts take precedence over letters.
 
     multiple_choice(["<answer>(b)</answer>"], answer=["B"]) == [1.0]
     {"prompt": "2+2? A) 3 B) 4", "answer": "B", "choices": ["3", "4"]}
     """
 
-    def points(text: str, truth, options: list[str]) -> float | None:
+    def reward(text: str, truth, options: list[str]) -> float | None:
         given, right = final_answer(text), choice_of(truth, options)
         return None if right is None else float(given is not None and choice_of(given, options) == right)
 
-    return score_each(points, completions, answer, map(as_texts, choices or [None] * len(completions)))
+    return score_each(reward, completions, answer, map(as_texts, choices or [None] * len(completions)))
 
 
 def choice_of(answer, options: list[str]) -> str | None:
@@ -40,22 +40,22 @@ def choice_of(answer, options: list[str]) -> str | None:
 
 
 def answer_pattern(completions, pattern, **columns) -> list[float | None]:
-    """Give 1 point if the tagged answer matches the regular expression in the column `pattern` from its first
-    to its last character, else 0; None where there is no pattern.
+    """Return 1 if the whole tagged answer matches the regular expression in the column `pattern`, else 0;
+    None where there is no pattern.
 
     answer_pattern(["<answer>2024-02-30</answer>"], pattern=[r"\\d{4}-\\d\\d-\\d\\d"]) == [1.0]
     {"prompt": "On which day did it begin?", "pattern": "[0-9]{4}-[0-9]{2}-[0-9]{2}"}
     """
-    def points(text: str, rule: str) -> float:
+    def reward(text: str, rule: str) -> float:
         answer = extract_answer(text)
         return float(bool(answer) and re.fullmatch(rule, answer, re.DOTALL) is not None)
 
-    return score_each(points, completions, pattern)
+    return score_each(reward, completions, pattern)
 
 
 def json_format(completions, schema=None, **columns) -> list[float]:
-    """Give 1 point if the completion is JSON, and matches the JSON Schema in the column `schema` (an object,
-    or its text) where there is one, by the package jsonschema; else 0.
+    """Return 1 if the completion is JSON, and valid under the JSON Schema in the column `schema` (an object
+    or its text), if there is one, according to the package jsonschema; else 0.
 
     The JSON is read from the last fenced block, else from the tagged answer, else from the whole text.
 
@@ -63,7 +63,7 @@ def json_format(completions, schema=None, **columns) -> list[float]:
     {"prompt": "Where is the mouse? Answer in JSON.", "schema": {"required": ["x", "y"]}}
     """
 
-    def points(text: str, schema) -> float:
+    def reward(text: str, schema) -> float:
         try:
             value = json.loads(extract_block(text, "json"), parse_constant=int)       # rejects NaN, Infinity
             schema = json.loads(schema) if isinstance(schema, str) and schema.strip() else schema
@@ -75,18 +75,18 @@ def json_format(completions, schema=None, **columns) -> list[float]:
         except (ValueError, RecursionError, OverflowError):     # multipleOf of 1e999 overflows
             return 0.0
 
-    return list(map(points, map(text_of, completions), schema or [None] * len(completions)))
+    return list(map(reward, map(text_of, completions), schema or [None] * len(completions)))
 
 
 def xml_tags(completions, tags=None, **columns) -> list[float]:
-    """Give 0 to 1 point: the fraction of the tags in the column `tags` (default: reasoning, answer) that
-    occur as exactly one pair, not empty and after the previous pair.
+    """Return 0 to 1: the fraction of the tags in the column `tags` (default: reasoning, answer) that occur as
+    exactly one pair, not empty and after the previous pair.
 
     xml_tags(["<plan>x</plan><code></code>"], tags=[["plan", "code"]]) == [0.5]
     {"prompt": "Write a program that sorts.", "tags": ["plan", "code"]}
     """
 
-    def points(text: str, names: list[str]) -> float:
+    def reward(text: str, names: list[str]) -> float:
         found, previous_end = 0, 0
         for name in names:
             start, end = text.find(f"<{name}>", previous_end), text.find(f"</{name}>", previous_end)
@@ -96,19 +96,19 @@ def xml_tags(completions, tags=None, **columns) -> list[float]:
         return found / len(names)
 
     tags = [as_texts(names) or ["reasoning", "answer"] for names in tags or [None] * len(completions)]
-    return score_each(points, completions, tags)
+    return score_each(reward, completions, tags)
 
 
 def environment(completions, turn_points=None, **columns) -> list[float]:
-    """Return the sum of the environment's points for the turns of a conversation; 0 without environment.
+    """Return the sum of the environment's rewards for the turns of a conversation; 0 without environment.
 
     environment([conversation], turn_points=[[-0.1, -0.1, 1.0]]) == [0.8]
     """
-    return [0.0] * len(completions) if turn_points is None else [float(sum(points)) for points in turn_points]
+    return [0.0] * len(completions) if turn_points is None else [float(sum(turns)) for turns in turn_points]
 
 
 def none(completions, **columns) -> list[float]:
-    """Give 0 points to each: nothing but the KL to a reference is learned from (docs/recipes.md, A teacher).
+    """Return 0 for each: the only loss is then the KL to a reference (docs/recipes.md, A teacher).
 
     none(["a", "b"]) == [0.0, 0.0]
     """

@@ -1,4 +1,4 @@
-"""Built-in reward functions by name, functions in files, and whether the data has the columns they need."""
+"""Load reward functions by name or from files, and check that the data has the columns that they need."""
 
 import importlib.util
 import inspect
@@ -14,15 +14,15 @@ from reward_functions.calling import PROVIDED, accepted, missing_columns
 from rewards import name_of, text_of
 from sources import GYM
 
-BUILT_IN = tuple(name for name in MODULE_OF if name not in MAKERS)      # imported when they are asked for
+BUILT_IN = tuple(name for name in MODULE_OF if name not in MAKERS)      # imported on first use
 
 
 def load_reward_function(name: str | Callable) -> Callable:
-    """Return a built-in reward function by name, the function of `path/to/file.py:function`, or a function as
-    it is. Raise ValueError if it cannot be called as a reward function.
+    """Return a built-in reward function by name, the function of `path/to/file.py:function`, or a given
+    function. Raise ValueError if it cannot be called as a reward function.
     """
     if str(name).startswith(GYM):
-        from sources.gym_tasks import scorer              # here: for these tasks alone
+        from sources.gym_tasks import scorer              # only for these tasks
 
         return scorer(name)
     if callable(name):
@@ -41,7 +41,7 @@ def function_from_file(flag: str, name: str, built_in: Iterable[str]) -> Callabl
     if not colon:
         known = ", ".join(built_in)
         raise ValueError(f"--{flag} {name}: unknown; use path/to/file.py:function or one of {known}")
-    folder = str(Path(path).resolve().parent)             # its neighbours can be imported, after our modules
+    folder = str(Path(path).resolve().parent)             # it can import files beside it
     sys.path += [folder] * (folder not in sys.path)
     spec = importlib.util.spec_from_file_location(f"file {path}", path)
     try:
@@ -57,8 +57,8 @@ def function_from_file(flag: str, name: str, built_in: Iterable[str]) -> Callabl
 
 
 def check_signature(function: Callable, name: str) -> Callable:
-    """Return a reward function if it can be called as one: an instance of a class, and verl's compute_score
-    as a function of all completions. Raise ValueError with the reason otherwise.
+    """Return something that can be called as a reward function: for a class an instance, for verl's
+    compute_score a function of all completions. Raise ValueError with the reason if that is impossible.
     """
     flag = f"--reward_functions {name}"
     if name_of(function) in BUILT_IN:
@@ -103,7 +103,7 @@ def require_columns(functions: Iterable[Callable], examples: Sequence[dict], sou
 
 
 def load_reward_functions(names: Sequence[str | Callable]) -> list[Callable]:
-    """Load reward functions. Raise ValueError if two have the same name: their points would be one column."""
+    """Load reward functions. Raise ValueError if two have the same name, which identifies their rewards."""
     functions = list(map(load_reward_function, names))
     names = list(map(name_of, functions))
     if repeated := next((name for name in names if names.count(name) > 1), ""):
@@ -112,7 +112,7 @@ def load_reward_functions(names: Sequence[str | Callable]) -> list[Callable]:
 
 
 def as_name(given) -> str:
-    """Return what stands for a name or a Python object in config.json: the name as it is, that of a built-in
+    """Return the entry of config.json for a name or Python object: the name itself, the name of a built-in
     reward function, or python:NAME.
     """
     if isinstance(given, str):

@@ -1,6 +1,6 @@
 """
-Reward function for mathematical equality, by the package math-verify. It runs in the sandbox: an answer may
-make it hang.
+The reward function for mathematical equality. It runs the package math-verify in the sandbox, because an
+answer may make it hang.
 """
 
 import re
@@ -26,7 +26,7 @@ NAMES = r"((arc)?(sin|cos|tan)h?|cot|csc|ln|log|exp|pi|alpha|beta|gamma|theta|la
 DEGREE = r"(?:°|\\degree|\^ ?\\circ|\^ ?\{ ?\\circ ?\})"
 ANGLE = rf"([\d.]+|[\d.]*\\?[A-Za-z]+|\([^()]*\)|(?<!\}})\{{[^{{}}]*\}}) *(?:{DEGREE}|degrees?\b)"
 ANGLES = r"(?<![A-Za-z])\\?(?:sin|cos|tan|cot|\\sec|\\csc)(?:(?!\\approx)[^=≈,])*"   # up to the result
-NOTATION = {                    # of keyboards and programs: as LaTeX
+NOTATION = {                    # of keyboards and programs -> LaTeX
     r"∞|\b(inf|infinity|oo)\b": " infty ", "√": "sqrt", "[·⋅]": r"\\cdot ", "≈": r"\\approx ", r"\*\*": "^",
     r"\\sqrt ?\(": "sqrt(", r"(?<!\\)sqrt ?([\d.]+|[A-Za-z]\b)": r"\\sqrt{\1}", "varnothing": "emptyset",
     rf"(?<![\\A-Za-z]){NAMES}(?![A-Za-z])": r"\\\1", r"\^(-[\d.]+)": r"^{\1}",
@@ -46,12 +46,12 @@ ASSIGNMENT = re.compile(r" *(\\?[A-Za-z]\w*(?:\{\w+\})?(?:\([^()]*\))?) *=([^=]+
 
 
 def math_equality(completions, answer, **columns) -> list[float | None]:
-    """Give 1 point if the answer is mathematically equal to the column `answer`, by the package math-verify,
-    else 0; None where the data has no answer. Equal according to same_answer counts as equal; comparing
-    longer than a few seconds, as unequal.
+    """Return 1 if the answer is mathematically equal to the column `answer`, by same_answer or else by the
+    package math-verify, else 0; None where the data has no answer. Answers whose comparison takes longer than
+    a few seconds count as unequal.
 
-    The answer is the tagged one, or in a text without tags the only \\\\boxed{...}; of a list in the column
-    `answer` any may be given, of a text there the last \\\\boxed{...} counts.
+    The answer is the tagged one or, in a text without tags, the only \\\\boxed{...}. The column `answer` may
+    be a list of right answers; of a text there, the last \\\\boxed{...} counts.
 
     math_equality(["<answer>1/2</answer>", "so \\\\boxed{0.5}"], answer=["\\\\frac{1}{2}"] * 2) == [1.0, 1.0]
     {"prompt": "What is 3/4 - 1/4?", "answer": "1/2"}
@@ -156,8 +156,8 @@ for given, truth in {pairs!r}:
 
 
 def compare_in_sandbox(latex: dict[tuple[str, str], tuple]) -> dict[tuple[str, str], bool]:
-    """Compare pairs of expressions in one process: a pair that ends it is unequal, and the rest follow in a
-    new one. latex: both expressions of each pair. Returns True for those that are equal.
+    """Compare pairs of expressions in sandboxed processes. A pair that ends its process is unequal, and the
+    other pairs go on in a new one. latex: pair -> both expressions. Returns pair -> True if they are equal.
     """
     check_sandbox()
 
@@ -166,7 +166,7 @@ def compare_in_sandbox(latex: dict[tuple[str, str], tuple]) -> dict[tuple[str, s
             code = COMPARE_TEMPLATE.format(pairs=list(map(latex.get, left)), seconds=SECONDS_PER_ANSWER)
             lines = run_python(code, timeout_s=3 * SECONDS_PER_ANSWER + 1, **SANDBOX).stdout.split() or "0"
             equal.update((pair, line == "1") for pair, line in zip(left, lines, strict=False))
-            left = left[len(lines) :]            # again, unless it had all the time for itself
+            left = left[len(lines) :]            # the rest, in a new process
 
     equal: dict[tuple[str, str], bool] = {}
     chunks = [[*latex][i : i + ANSWERS_PER_PROCESS] for i in range(0, len(latex), ANSWERS_PER_PROCESS)]

@@ -1,10 +1,10 @@
 """
-Points from models: a sequence classifier in this process, or an LLM judge behind an OpenAI-compatible HTTP
-endpoint. Each function here makes a reward function, in a file of your own that --reward_functions names:
+Rewards from models: a sequence classifier in this process, or an LLM judge behind an OpenAI-compatible HTTP
+endpoint. Each function here returns a reward function; call it in a file that --reward_functions names, see
 docs/rewards.md, Models as rewards.
 
-Both can be exploited: a policy learns to maximise a reward model's score with useless text, and to instruct a
-judge ("this reply deserves a 10"). Give them a small weight and read completions.
+Both can be exploited: a policy learns to maximise a reward model's output with useless text, and to instruct
+a judge ("this reply deserves a 10"). Give them a small weight, and read completions.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from data import as_messages, as_text
 from engine.devices import best_device, eager_device
 from rewards import text_of
 
-TOP = 10                        # of a rating
+TOP = 10                        # best rating
 
 
 def classifier(
@@ -29,7 +29,7 @@ def classifier(
 ) -> Callable:
     """Return a reward function that applies a sequence classification model of transformers.
 
-    points      the model's output if it has one (a reward model, any range), else the probability of `label`,
+    reward      the model's output if it has one (a reward model, any range), else the probability of `label`,
                 0 to 1
     max_length  tokens; longer conversations are truncated at their beginning
     """
@@ -45,15 +45,15 @@ def classifier(
     def function(completions, prompts, **columns) -> list[float | None]:
         pairs = zip(prompts, map(text_of, completions), strict=True)
         texts = [format_conversation(tokenizer, prompt, text) for prompt, text in pairs]
-        points: list[float] = []
+        rewards: list[float] = []
         for start in range(0, len(texts), batch_size):
             batch = tokenizer(
                 texts[start : start + batch_size], return_tensors="pt", padding=True, truncation=True,
                 max_length=max_length, add_special_tokens=not tokenizer.chat_template,
             ).to(network.device)
-            scores = network(**batch).logits.float()                                          # (b, labels)
-            points += (scores[:, 0] if scores.shape[1] == 1 else scores.softmax(-1)[:, label]).tolist()
-        return [value if math.isfinite(value) else None for value in points]
+            logits = network(**batch).logits.float()                                          # (b, labels)
+            rewards += (logits[:, 0] if logits.shape[1] == 1 else logits.softmax(-1)[:, label]).tolist()
+        return [value if math.isfinite(value) else None for value in rewards]
 
     function.__name__ = name
     return function
@@ -71,10 +71,10 @@ def judge(
     name: str, *, url: str, model: str, question: str, key_variable: str = "", timeout: float = 30.0,
     at_once: int = 8, max_tokens: int = 512,
 ) -> Callable:
-    """Return an async reward function that has a language model rate each completion.
+    """Return an async reward function that asks a language model to rate each completion.
 
-    points        0 to 1: the rating / 10. None without exactly one rating from 0 to 10 in the reply, or
-                  without a reply: an unreachable, slow or incoherent judge leaves completions unscored, with
+    reward        0 to 1: the rating / 10. None unless the reply has exactly one rating from 0 to 10: an
+                  unreachable, slow or incoherent judge leaves completions unscored, with
                   a warning
     url           of the API: /chat/completions is added; redirects are not followed
     key_variable  the environment variable that holds the API key; "": no key is sent
@@ -83,7 +83,7 @@ def judge(
     """
     api_key = os.environ.get(key_variable, "").strip()
 
-    async def points(client, slots: asyncio.Semaphore, prompt, completion) -> float | None:
+    async def rate(client, slots: asyncio.Semaphore, prompt, completion) -> float | None:
         text = judge_prompt(question, prompt, text_of(completion))
         messages = [{"role": "user", "content": text}]
         body = {"model": model, "temperature": 0, "max_tokens": max_tokens, "messages": messages}
@@ -102,7 +102,7 @@ def judge(
         # Without the timeout of httpx2, which is for one read: a server can send one byte after the other.
         async with httpx2.AsyncClient(base_url=url, headers=headers, timeout=None) as client:
             pairs = zip(prompts, completions, strict=True)
-            return await asyncio.gather(*(points(client, slots, *pair) for pair in pairs))
+            return await asyncio.gather(*(rate(client, slots, *pair) for pair in pairs))
 
     function.__name__ = name
     return function

@@ -1,7 +1,7 @@
 """
-Reward function for programs, run against tests in the sandbox (reward_functions/sandbox.py).
+The reward function for programs, which runs their tests in the sandbox (reward_functions/sandbox.py).
 
-Needs Linux; where no isolation method works it raises a RuntimeError that states what is missing.
+It needs Linux. If no isolation method works, it raises a RuntimeError that states what is missing.
 """
 
 import ast
@@ -26,8 +26,8 @@ FORMS = "asserts of the forms CALL, CALL == VALUE, not CALL, abs(CALL - VALUE) <
 
 
 def passes_tests(completions, tests, **columns) -> list[float | None]:
-    """Give 0 to 1 point: the fraction of its tests that the program in a completion passes; None where there
-    are no tests, or one of another form (a warning names it).
+    """Return 0 to 1: the fraction of the tests that the program in a completion passes; None where there are
+    no tests, or where a test has another form (a warning names it).
 
     tests    a column: per row assert statements that may follow imports, a list of texts or one text, of the
              forms CALL, not CALL, CALL == VALUE (or < and so on), abs(CALL - VALUE) < EPS, math.isclose(CALL,
@@ -38,8 +38,8 @@ def passes_tests(completions, tests, **columns) -> list[float | None]:
     passes_tests(["def f(x):\\n    return x"], tests=[["assert f(4) == 4", "assert f(-1) == 1"]]) == [0.5]
     {"prompt": "Write a function double(x).", "tests": ["assert double(2) == 4", "assert double(-1) == -2"]}
 
-    CALL is evaluated in the program's process, and the rest in another, which receives nothing but its value
-    as JSON: printing, patching builtins, or an object that equals everything can only lose points. Not
+    CALL is evaluated in the program's process, and the rest in another one, which receives only its value as
+    JSON: printing, patching builtins, or an object that equals everything can only lower the reward. Not
     prevented: knowing the expected values from the prompt, or guessing among few (`assert is_even(4)`).
     """
 

@@ -1,21 +1,21 @@
 """
-Running programs that a model wrote, isolated from this machine; only what they print is kept.
+Run programs that a model wrote, isolated from this machine. Only their printed output is returned.
 
     run_python("print(1 + 1)") == SandboxResult(ok=True, stdout="2\\n", stderr="", reason="")
 
-A program is one process: it may start threads, but no other process and no other program. It has the standard
-library, and can write no file; limits on time, memory and output; no network, no environment variables, no
-open files, and no process to signal. The first of these isolation methods that the kernel permits is used:
+A program is one process: it may start threads, but no other process or program. It has the standard library,
+but cannot write files; time, memory and output are limited; it has no network, environment variables, open
+files, or processes to signal. The first of these isolation methods that the kernel permits is used:
 
-    namespaces  only the standard library exists, read-only, no other process, no network: for root, and for
-                ordinary users where the kernel gives them user namespaces
-    user        root without CAP_SYS_ADMIN, as in most containers, on a kernel with Landlock: an unused user
-                that can read no other file. Names and sizes of files can be found out
+    namespaces  only the standard library exists, read-only; no other process and no network. This works for
+                root, and for ordinary users if the kernel permits user namespaces
+    user        for root without CAP_SYS_ADMIN, as in most containers, on a kernel with Landlock: an unused
+                user that can read no other file, but can find out names and sizes of files
 
-In each of them a seccomp filter permits a list of system calls (reward_functions/system_calls.py). Where none
-works, and on anything but Linux on x86-64 and arm64, programs are refused. Not covered: see docs/rewards.md.
+In both, a seccomp filter permits a list of system calls (reward_functions/system_calls.py). If neither works,
+and on systems other than Linux on x86-64 and arm64, no program is run. Not covered: see docs/rewards.md.
 
-Each thread of the caller has a server, a running interpreter, and each program is a fork of a fork of it: the
+Each thread of the caller has a server, a running interpreter, and each program is a fork of a fork of it. The
 server forks before it reads the request, so that no program finds the text of another one in its memory.
 """
 
@@ -51,7 +51,7 @@ SECONDS_TO_START = 60.0         # for a server and its modules; the time limit o
 
 @dataclass(frozen=True)
 class SandboxResult:
-    """Hold the outcome of a program."""
+    """The outcome of a program."""
 
     ok: bool        # it ended by itself, with exit code 0 and within all limits (the program can choose that)
     stdout: str                 # at most OUTPUT_BYTES

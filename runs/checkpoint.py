@@ -1,11 +1,11 @@
 """
-Checkpoints: everything that a run consists of, saved and restored. A resumed run is bit-identical to an
-uninterrupted one with the same versions and numbers of processes and threads, otherwise equal up to rounding.
+Save and restore the complete state of a run. With the same versions and numbers of processes and threads, a
+resumed run is bit-identical to an uninterrupted one, otherwise equal up to rounding.
 
-A checkpoint is a folder that infer.py can load as a model, with the rest of the run beside it: the reference
-as another such folder, and state.pt with settings, progress, optimiser, schedule, value head, data position
-and the sizes of the run's files. It does not depend on the number of processes: sharded tensors are gathered
-first. A run that is killed, or a disk that is full, leaves the previous checkpoint intact: see write_folder.
+A checkpoint is a folder that infer.py can load as a model. It also contains the reference, as another such
+folder, and state.pt with settings, progress, optimiser, schedule, value head, data position and the sizes of
+the run's files. It does not depend on the number of processes, because sharded tensors are gathered first. If
+the run is killed or the disk is full, the previous checkpoint stays intact: see write_folder.
 """
 
 import os
@@ -27,9 +27,9 @@ from runs.folder import flush
 
 
 def write_checkpoint(folder: Path, step: int, model, tokenizer, reference, state: dict, *, keep: int) -> Path:
-    """Write folder/step-<step>, delete all but the newest checkpoints, return the new one. Call on all ranks.
+    """Write folder/step-<step>, delete all but the newest checkpoints, return its path. Call on all ranks.
 
-    reference  a model, or None;  state  contents of state.pt;  raises  as write_folder
+    reference  a model, or None;  state  contents of state.pt;  raises  like write_folder
     """
     target = folder / f"step-{step:08d}"
     weights = full_state_dict(model)
@@ -51,18 +51,18 @@ def write_checkpoint(folder: Path, step: int, model, tokenizer, reference, state
 
 
 def write_policy(model, tokenizer, folder: Path) -> None:
-    """Write the policy into best/ or final/, as write_folder. final/ completes a run. Call on all ranks."""
+    """Write the policy to best/ or final/ by write_folder; final/ completes a run. Call on all ranks."""
     weights = full_state_dict(model)
     write_folder(folder, lambda partial: save_any_policy(model, tokenizer, partial, weights))
 
 
 def write_folder(target: Path, write: Callable[[Path], None]) -> None:
-    """Write a folder completely or not at all: as writing/ beside it, flushed to the disk, then renamed.
+    """Write a folder completely or not at all: first as writing/ beside it, flushed to disk, then renamed.
 
-    A kill between the two renames leaves the earlier folder as target-old.
+    If the process is killed between the two renames, the earlier folder remains as target-old.
 
-    write   writes the files into the folder that it gets, on the first rank
-    raises  RunError, on all ranks, if it cannot be written
+    write   a function that writes files to the folder in its argument, called on the first rank
+    raises  RunError, on all ranks, if the folder cannot be written
     """
     problem, partial, old = None, target.with_name("writing"), target.with_name(f"{target.name}-old")
     if is_main():
@@ -72,8 +72,8 @@ def write_folder(target: Path, write: Callable[[Path], None]) -> None:
             for path in [*partial.rglob("*"), partial]:   # files and folders
                 flush(path)
             if target.exists():
-                shutil.rmtree(old, ignore_errors=True)    # a kill left it
-                target.rename(old)                        # at once; to delete it takes time
+                shutil.rmtree(old, ignore_errors=True)    # left by a kill
+                target.rename(old)                        # renaming is instant, deleting is not
             partial.rename(target)
             flush(target.parent)
             shutil.rmtree(old, ignore_errors=True)
@@ -87,7 +87,7 @@ def write_folder(target: Path, write: Callable[[Path], None]) -> None:
 
 
 def optimizer_state(policy, batches) -> dict:
-    """Return the loss scaler of float16 for state.pt; within a phase also what belongs to the phase."""
+    """Return the float16 loss scaler for state.pt; within a phase, also optimiser, schedule and position."""
     scaler, value_head = getattr(policy, "scaler", None), policy.value_head
     state = {"scaler": scaler and scaler.state_dict()}
     if policy.optimizer is None:                          # between two phases
@@ -100,13 +100,13 @@ def optimizer_state(policy, batches) -> dict:
 
 
 def load_optimizer_state(policy, state: dict) -> None:
-    """Restore what optimizer_state returns of a phase, but keep the new peak learning rates."""
+    """Restore the state of a phase from optimizer_state, but keep the current peak learning rates."""
     moments, optimizer, scheduler = state["optimizer"]["state"], policy.optimizer, policy.scheduler
     parameters = policy.parameters
     for i, tensors in moments.items():
         moments[i] = {name: sharded_like(x, parameters[i]) for name, x in tensors.items()}
     optimizer.load_state_dict(state["optimizer"])
-    peaks = scheduler.base_lrs                            # a flag may have changed it
+    peaks = scheduler.base_lrs                            # a flag may have changed them
     scheduler.load_state_dict(state["scheduler"] | {"base_lrs": peaks})
     for group, peak, lr in zip(optimizer.param_groups, peaks, scheduler.get_lr(), strict=True):
         group.update(initial_lr=peak, lr=lr)
@@ -115,34 +115,34 @@ def load_optimizer_state(policy, state: dict) -> None:
 
 
 def by_step(checkpoint: Path) -> tuple[str, bool]:
-    """Return a key to sort checkpoints: by step, before each the one that it replaced, step-N-old."""
+    """Return a key to sort checkpoints by step; step-N-old, which step-N replaced, comes before it."""
     return checkpoint.name.removesuffix("-old"), not checkpoint.name.endswith("-old")
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
     """Return a run folder's newest checkpoint or None. Raises ValueError, or OSError, if it is unreadable."""
     parent = folder / "checkpoints"
-    paths = parent.iterdir() if parent.exists() else []   # glob would find none where it may not read
+    paths = parent.iterdir() if parent.exists() else []   # glob would ignore a lack of permission
     saved = [path for path in paths if path.name.startswith("step-")]
     *before, newest = [None, *sorted(saved, key=by_step)]
     if newest:
         try:
             read_state(newest, mmap=True)
         except (OSError, RuntimeError, ValueError, EOFError, UnpicklingError) as error:
-            fix = f"remove it, to continue from {before[-1]}" if before[-1] else "start in another folder"
+            fix = f"remove it to continue from {before[-1]}" if before[-1] else "start in another folder"
             raise ValueError(f"{newest} cannot be read: {first_line(error)}; {fix}") from None
     return newest
 
 
 def read_state(checkpoint: Path, *, mmap: bool = False) -> dict:
-    """Read state.pt of a checkpoint; mmap: only what is used, from the file. Loading cannot run code."""
+    """Read state.pt of a checkpoint without running code in it. mmap: read only the parts that are used."""
     return torch.load(checkpoint / "state.pt", weights_only=True, map_location="cpu", mmap=mmap)
 
 
 def versions(policy) -> dict:
-    """Return what the last bits depend on: versions, the numbers of processes and threads, the engine.
+    """Return everything that bit-identical results depend on: versions, processes, threads, engine.
 
-    Without OMP_NUM_THREADS also on the work of other processes: see IdleCores in engine/devices.py.
+    Without OMP_NUM_THREADS, results also depend on other processes: see IdleCores in engine/devices.py.
     """
     return {
         "python": platform.python_version(), "torch": str(torch.__version__),

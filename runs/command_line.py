@@ -1,7 +1,7 @@
 """
-The parser of train.py, infer.py and the commands in analysis/.
+The command-line parser of train.py, infer.py and the commands in analysis/.
 
-A mistake is a ValueError of one line.
+Mistakes raise ValueError with one line.
 """
 
 import argparse
@@ -46,11 +46,11 @@ HEADINGS = {                    # of --help: first flag under a heading -> headi
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Raise ValueError with one line for a mistake, and suggest a flag for each unknown one."""
+    """A parser that raises ValueError with one line for a mistake, and suggests a flag for an unknown one."""
 
     def __init__(self, **options):
         super().__init__(allow_abbrev=False, **options)
-        self._negative_number_matcher = re.compile(r"-\.?\d")                    # -5e-05 too is no flag
+        self._negative_number_matcher = re.compile(r"-\.?\d")                    # -5e-05 is no flag either
 
     def error(self, message: str):
         raise ValueError(message)
@@ -66,7 +66,7 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def true_or_false(text: str) -> bool:
-    """Return the value of a word. argparse has the name of this function in its error."""
+    """Convert a word to a bool. argparse prints the name of this function in its error message."""
     if text.lower() not in ("true", "false"):
         raise ValueError
     return text.lower() == "true"
@@ -75,7 +75,7 @@ def true_or_false(text: str) -> bool:
 def add_flags(parser: argparse.ArgumentParser, names: Iterable[str], shown=FLAGS, **defaults) -> None:
     """Add flags of the configuration to a parser, under their headings.
 
-    names, shown  which flags, and which of them the help shows;  defaults  those that differ from config.py
+    names, shown  the flags, and those that the help shows;  defaults  values that replace those of config.py
     """
     group = parser
     for name, field in FLAGS.items():
@@ -106,7 +106,7 @@ def add_flags(parser: argparse.ArgumentParser, names: Iterable[str], shown=FLAGS
 
 
 def build_parser(show_all: bool) -> OneLineParser:
-    """Return the parser of train.py. show_all: its help has all flags, not only those in COMMON."""
+    """Return the parser of train.py. show_all: its help shows all flags, not only those in COMMON."""
     parser = OneLineParser(
         prog="train.py", usage="train.py [settings.json] [--flag value ...]", description=DESCRIPTION,
         formatter_class=partial(argparse.RawDescriptionHelpFormatter, max_help_position=32),
@@ -117,14 +117,14 @@ def build_parser(show_all: bool) -> OneLineParser:
 
 
 def parse_config(argv: list[str]) -> Config:
-    """Return the configuration of a command line. Raises ValueError, one line."""
+    """Return the configuration of a command line. Raises ValueError with one line."""
     is_file = argv and not argv[0].startswith("-") and "=" not in Path(argv[0]).name
     words = argv[1:] if is_file else argv
     flags = vars(build_parser(show_all="--help_all" in words).parse_all(words))
     if is_file:
         flags = read_settings(Path(argv[0]), flags) | flags
     flags = complete(flags)
-    if unknown := [name for name in flags if name not in FLAGS]:                 # of a file
+    if unknown := [name for name in flags if name not in FLAGS]:                 # in a file
         raise ValueError(explain_unknown(unknown, FLAGS))
     config = Config.of(**flags)
     validate_functions(config.grpo)
@@ -135,7 +135,7 @@ def parse_config(argv: list[str]) -> Config:
 
 
 def parse_infer(argv: list[str], description: str) -> argparse.Namespace:
-    """Parse a command line of infer.py. Raises ValueError, one line, for any mistake."""
+    """Parse a command line of infer.py. Raises ValueError with one line for a mistake."""
     parser = OneLineParser(
         prog="infer.py", usage="infer.py --flag value ...", description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -143,7 +143,7 @@ def parse_infer(argv: list[str], description: str) -> argparse.Namespace:
     modes("--question", help="print the model's answer to this prompt")
     modes("--evaluate", metavar="DATASET", help="a file, hub id or built-in task with problems or prompts")
     modes("--report", metavar="RUN", nargs="+", type=Path,
-          help="write RUN/report.html: curves, advice, settings, completions; print a comparison of several")
+          help="write RUN/report.html: curves, advice, settings, completions; or compare several runs")
     add("--json", metavar="FILE", type=Path, help="write results of --evaluate and all completions to FILE")
     add("--samples", type=int, default=1, help="completions of each prompt [%(default)s]")
     add("--split", default="test", help="train, test, or another split of a hub data set [%(default)s]")

@@ -1,7 +1,7 @@
 """
-The console of a run: settings at the start, a line of 80 columns for each step, what was learned at the end.
+The console of a run: settings at the start, a line of 80 columns for each step, held-out results at the end.
 
-Texts of models and data sets are printed as repr() writes them: no character of theirs controls the terminal.
+Texts of models and data sets are printed with repr(), so that their characters cannot control the terminal.
 """
 
 import math
@@ -16,7 +16,7 @@ from config import Config
 from data import as_text
 from engine.devices import num_processes
 
-UNITS = {                       # the console line: metric, label; in order of importance, as not all may fit
+UNITS = {                       # the console line: metric -> label, in order of importance: not all may fit
     "loss": "loss {:.3f}",
     "mean_reward": "reward {:.2f}",
     "reward/correctness": "correct {:.0%}",
@@ -30,7 +30,7 @@ UNITS = {                       # the console line: metric, label; in order of i
     "turns": "{:.1f} turns",
     "grad_norm": "grad {:.2f}",
 }
-MAIN_SETTINGS = [               # of GRPO
+MAIN_SETTINGS = [               # printed for GRPO
     "num_completions_per_prompt", "generation_max_length", "generation_temperature", "generation_top_p",
     "generation_top_k", "use_kl_penalty", "kl_penalty_coef", "learning_rate",
 ]
@@ -38,14 +38,14 @@ PHASES = {"cold_start": "after the cold start", "grpo": "after GRPO", "supervise
 
 
 class RunConsole:
-    """Print the lines of a run. quiet: on ranks that print nothing."""
+    """Print the lines of a run. quiet: True on ranks that print nothing."""
 
     def __init__(self, config: Config, quiet: bool):
         self.config = config
         self.rich = Console(soft_wrap=True, highlight=False, quiet=quiet)
 
     def print(self, text: str = "") -> None:
-        with suppress(SystemExit):                        # rich's end of `train.py | head`: a run goes on
+        with suppress(SystemExit):                        # rich raises it in `train.py | head`
             self.rich.print(text, markup=False, emoji=False)
 
     def describe(self, model, device, num_train: int, num_eval: int, phases: list) -> None:
@@ -65,14 +65,15 @@ class RunConsole:
             self.print("rewards " + ", ".join(f"{name} x {weight:g}" for name, weight in weighted))
         if config.data.instruction:
             self.print(f"instruction, before every prompt: {config.data.instruction!r}")
-        self.print(f"passes of up to {training.max_tokens_per_forward} tokens: --max_tokens_per_forward")
+        limit = training.max_tokens_per_forward
+        self.print(f"forward passes of up to {limit} tokens (--max_tokens_per_forward)")
         for phase in phases:
             rows = config.rollout_size if phase.name == "grpo" else training.batch_size
             amount = f"{training.batch_size} prompts, {rows} completions"
             self.print(f"phase {phase.name}: {phase.steps} steps of {amount}")
 
     def print_step(self, phase: str, step: int, total: int, step_of_run: int, metrics: dict) -> None:
-        """Print a line for a step, with the time that its phase has left. step, total: of the phase."""
+        """Print a line for a step, with the remaining time of its phase. step, total: within the phase."""
         steps_left = (total - step) / metrics.get("updates", 1)
         line = f"{phase} {step_of_run:>4}/{step_of_run - step + total}"
         end = f"  left {timedelta(seconds=round(steps_left * metrics['step_seconds']))}"
@@ -87,18 +88,18 @@ class RunConsole:
     def print_completions(self, completions: list[dict]) -> None:
         """Print a whole completion, and the rewards and advantages of its group.
 
-        Curves do not show a policy that exploits a reward function.
+        Curves do not show whether a policy exploits a reward function; completions do.
         """
         group = completions[: self.config.grpo.num_completions_per_prompt]
-        points, prompt = points_text(group[0]["reward"]), as_text(group[0]["prompt"])
-        self.print(f"  {prompt!r} -> {group[0]['completion']!r}: {points} points")
-        self.print("    rewards    " + " ".join(points_text(c["reward"]) for c in group))
+        reward, prompt = reward_text(group[0]["reward"]), as_text(group[0]["prompt"])
+        self.print(f"  {prompt!r} -> {group[0]['completion']!r}: reward {reward}")
+        self.print("    rewards    " + " ".join(reward_text(c["reward"]) for c in group))
         self.print("    advantages " + " ".join(f"{c['advantage']:+.2f}" for c in group))
 
     def print_summary(self, folder: Path, lines: list[dict], findings: list[str]) -> None:
-        """Print what was learned, by held-out results around each phase, and where the files are.
+        """Print the held-out results before and after each phase, and the paths of the files.
 
-        lines, findings  of metrics.jsonl in the folder; of the training doctor about them
+        lines, findings  the lines of metrics.jsonl; the findings of the training doctor about them
         """
         when = "before training" if self.config.model.model_path else "untrained"
         last: dict[str, str] = {}                         # the last result of each phase, in order
@@ -107,7 +108,7 @@ class RunConsole:
                 last[when] = held_out_text(line, self.config)
             else:
                 when = PHASES[line["phase"]]
-        self.print("\nwhat was learned, on held-out problems:" if last else "")
+        self.print("\nresults on held-out problems:" if last else "")
         for when, result in last.items():
             self.print(f"  {when:<22}{result}")
         for finding in findings:
@@ -116,37 +117,37 @@ class RunConsole:
             self.print(f"{name + ':':<13}{folder}/{file}")
 
 
-def points_text(reward: float | None) -> str:
-    """Return a reward as "+1.30", or "?" if no function could score."""
+def reward_text(reward: float | None) -> str:
+    """Return a reward as text: "+1.30", or "?" if it is unknown."""
     return "?" if reward is None else f"{reward:+.2f}"
 
 
 def shows_accuracy(result: dict, flags: dict) -> bool:
-    """Check that accuracy is known, and that correctness is a reward function, or that there are none."""
+    """Return True if the accuracy is known, and correctness is a reward function or there are none."""
     by_accuracy = not flags["use_grpo"] or {"correctness", "none"} & {*flags["reward_functions"]}
     return bool(by_accuracy) and "eval_accuracy" in result
 
 
 def held_out_text(result: dict, config: Config) -> str:
-    """Return "accuracy 0.910 [0.870, 0.940] of 256", or points if correctness is not a reward function."""
+    """Return "accuracy 0.910 [0.870, 0.940] of 256", or rewards if correctness is not a reward function."""
     if shows_accuracy(result, config.flags):
         return f"accuracy {with_interval(result, 'eval_accuracy')} of {result['eval_problems']}"
     scored = []
     for metric, mean in result.items():
         kind, _, name = metric.partition("/")
         if kind == "eval_reward" and name != "correctness" and mean is not None:
-            scored.append(f"{name} {with_interval(result, metric)} points")
+            scored.append(f"reward {name} {with_interval(result, metric)}")
     return ", ".join(scored) or "nothing could be scored"
 
 
 def with_interval(result: dict, metric: str) -> str:
-    """Return a mean of an evaluation as "0.910 [0.870, 0.940]", "?" if nothing could be scored."""
+    """Return a mean of an evaluation as text: "0.910 [0.870, 0.940]", or "?" if nothing could be scored."""
     mean, low, high = (result.get(name) for name in with_limits(metric))
     interval = "" if low is None else f" [{low:.3f}, {high:.3f}]"
     return "?" if mean is None else f"{mean:.3f}{interval}"
 
 
 def with_limits(metric: str) -> tuple[str, ...]:
-    """Return the names of a metric and of the ends of its interval."""
+    """Return the names of a metric and of the limits of its interval."""
     limits = (re.sub("^eval_(accuracy|reward)", rf"eval_\1_{end}", metric) for end in ("low", "high"))
     return metric, *limits

@@ -1,4 +1,4 @@
-"""Ends of a run: by a signal after the current step, or with one line when it cannot continue."""
+"""End a run: after the current step on a signal, or with a line of explanation if it cannot continue."""
 
 import os
 import signal
@@ -15,10 +15,10 @@ RAISED_BY_ALL = RunError, RatioError
 
 @contextmanager
 def stop_on_signal(ranks):
-    """Let the current step finish after Ctrl-C, SIGTERM or SIGHUP, which a closed terminal sends.
+    """Let the current step finish after Ctrl-C, SIGTERM or SIGHUP, which is sent when a terminal closes.
 
-    A second Ctrl-C ends the program at once. A signal that is ignored, as by nohup, stays so. The context is
-    a function that returns True, on all ranks, as soon as one has received a signal.
+    A second Ctrl-C ends the program at once. Signals that are ignored, as with nohup, stay ignored. Yields a
+    function that returns True on all ranks as soon as one of them has received a signal.
     """
     received = []
 
@@ -26,14 +26,14 @@ def stop_on_signal(ranks):
         received.append(number)
         if number == signal.SIGINT:
             signal.signal(number, signal.default_int_handler)
-            with suppress(OSError):                       # print may not be called in a handler
+            with suppress(OSError):                       # print is not allowed in a handler
                 os.write(2, b"\nstopping after this step; press Ctrl-C again to stop at once\n")
-        elif number == signal.SIGHUP:                     # the terminal has gone; a print to it would raise
+        elif number == signal.SIGHUP:                     # the terminal is gone; printing would raise
             with open(os.devnull, "w") as nothing:
                 os.dup2(nothing.fileno(), 1)
                 os.dup2(nothing.fileno(), 2)
 
-    in_main_thread = threading.current_thread() is threading.main_thread()       # which alone handles signals
+    in_main_thread = threading.current_thread() is threading.main_thread()       # only it handles signals
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if in_main_thread else ()
     handled = [number for number in signals if signal.getsignal(number) != signal.SIG_IGN]
     previous = {number: signal.signal(number, receive) for number in handled}
@@ -46,9 +46,9 @@ def stop_on_signal(ranks):
 
 @contextmanager
 def exit_on_errors(program: str, mistakes: tuple = (ValueError, OSError)):
-    """End a program with one line instead of a traceback, where the cause is not in the program.
+    """End a program with one line instead of a traceback, if the cause is not a bug in the program.
 
-    The exit code is 2 for a mistake of the user, 1 for what keeps a run from continuing, 130 for Ctrl-C.
+    The exit code is 2 for a mistake of the user, 1 for an error that ends a run, 130 for Ctrl-C.
     """
     try:
         yield
@@ -60,7 +60,7 @@ def exit_on_errors(program: str, mistakes: tuple = (ValueError, OSError)):
         end_program(f"{program}: stopped at once; --resume continues a run from its last checkpoint", 130)
     except Exception as error:
         if not is_out_of_memory(error):
-            if other_rank_ended():                        # it has said why; a collective with it failed here
+            if other_rank_ended():                        # it has printed why; a collective failed here
                 shutdown(1)
             raise
         end_program(f"{program}: {first_line(error)}: lower --generation_batch_size; in training also "
@@ -68,7 +68,7 @@ def exit_on_errors(program: str, mistakes: tuple = (ValueError, OSError)):
 
 
 def end_program(line: str, code: int) -> None:
-    """Print a line, once, whichever rank it comes from, and exit."""
+    """Print a line once, from whichever rank, and exit."""
     print_last_line(line)
     shutdown(code)
     sys.exit(code)

@@ -5,11 +5,11 @@ The run folder: the files that a run writes, under a lock.
     lock                 a file that is locked while a process writes
     metrics.jsonl        one object per optimiser step or evaluation; docs/metrics.md defines each number
     rollouts.jsonl       every few steps: prompts, completions, rewards by function, advantages, token ids
-    skipped.jsonl        the same of steps that were not finite, if any
+    skipped.jsonl        the same for steps with a loss or gradient that is not finite, if any
     reward_errors.jsonl  calls of reward functions that raised or timed out, if any
     curves.png           the learning curves, which analysis/report.py draws
-    report.html          for a browser: curves, advice, settings, completions; analysis/report.py writes it
-    tensorboard/         the same metrics; with --report_to wandb its local files
+    report.html          curves, advice, settings and completions for a browser, by analysis/report.py
+    tensorboard/         the same metrics (with --report_to wandb: its local files)
     checkpoints/, final/, with --keep_best best/
 """
 
@@ -64,36 +64,36 @@ class RunFolder:
                         "Python resume=True), or name a new one")
 
     def acquire_lock(self) -> None:
-        """Create the folder and keep other processes from writing to it. A kill ends the lock too.
+        """Create the folder and lock it against other processes. Killing this process releases the lock.
 
         raises  RunError if another process writes to the folder, or if another run has begun in it
         """
         if not self.writes or (self.lock and self.lock.is_locked):
             return
         self.path.mkdir(parents=True, exist_ok=True)
-        # Of one lock in this process: a notebook can start again after a run that failed.
+        # A single lock per process, so that a notebook can start again after a run that failed.
         self.lock = FileLock(self.path / "lock", blocking=False, is_singleton=True)
         try:
             self.lock.acquire()
         except Timeout:
             raise RunError(
-                f"{self.path}: another process writes to it; wait for its end, or name another --output_dir"
+                f"{self.path}: another process writes to it; wait until it ends, or name another --output_dir"
             ) from None
         if not self.begun:
             self.refuse_other_run(RunError)
         self.begun = True
 
     def open(self, last_step: int, sizes: dict[str, int]) -> None:
-        """Create the folder, or cut what was written after a checkpoint: a resumed run repeats these steps.
+        """Create the folder, or remove records written after a checkpoint: a resumed run repeats those steps.
 
-        last_step, sizes  of the checkpoint, file_sizes; 0 and {} without one
+        last_step, sizes  the step and the file_sizes of the checkpoint; 0 and {} without one
         raises            RunError, on all ranks, if another run writes to it
         """
         self.ranks.gather(self.acquire_lock)
         if not self.writes:
             return
         self.write_config(self.config)
-        if not self.send:                                 # else a notebook goes on after Ctrl-C
+        if not self.send:                                 # else: a notebook continues after Ctrl-C
             for name, size in self.file_sizes().items():
                 os.truncate(self.path / name, min(size, sizes.get(name, 0)))
         for name in "metrics.jsonl", "rollouts.jsonl":
@@ -102,7 +102,7 @@ class RunFolder:
             self.config.training.report_to, self.path, self.config.as_dict(), last_step)
 
     def file_sizes(self) -> dict[str, int]:
-        """Return the bytes of each file of records."""
+        """Return the size in bytes of each file of records."""
         paths = [self.path / name for name in RECORDS]
         return {path.name: path.stat().st_size for path in paths if path.exists()}
 
@@ -121,9 +121,9 @@ class RunFolder:
     def append(self, name: str, step: int, phase: str, records: list[dict]) -> None:
         if not self.writes:
             return
-        first = {"step": step, "phase": phase}            # which no record replaces
+        first = {"step": step, "phase": phase}            # a record cannot replace these
         lines = [json.dumps(first | record | first, default=str) for record in records]
-        with (self.path / name).open("a") as file:        # all of them, or none if one is no JSON
+        with (self.path / name).open("a") as file:        # all lines, or none if one is not JSON
             file.writelines(line + "\n" for line in lines)
 
     def close(self) -> None:
@@ -136,12 +136,12 @@ class RunFolder:
 def open_tracker(
     report_to: str, folder: Path, settings: dict, last_step: int
 ) -> tuple[Callable[[int, dict], None], Callable[[], None]]:
-    """Return functions that send numbers of a step, named phase/metric, to a tracker, and that close it.
+    """Return two functions: one sends the numbers of a step, named phase/metric, to a tracker, one closes it.
 
-    No network is needed: TensorBoard writes into the run folder, and so does wandb with WANDB_MODE=offline.
+    No network is needed: TensorBoard writes to the run folder, and so does wandb with WANDB_MODE=offline.
 
-    last_step  that a run continues after, 0 for a new run: wandb continues its entry, TensorBoard drops
-               later events
+    last_step  the step after which a run continues, 0 for a new run: wandb continues its entry, TensorBoard
+               drops later events
     """
     if report_to == "none":
         return lambda step, values: None, lambda: None
@@ -177,7 +177,7 @@ def completion_records(experience) -> list[dict]:
     records = []
     for row, text in enumerate(rollout.completions):
         p, g, mask = row // group_size, row % group_size, rollout.completion_mask[row]
-        length = int(completion_lengths(mask[None]))      # with the tokens of an environment
+        length = int(completion_lengths(mask[None]))      # including an environment's tokens
 
         def sampled_only(numbers, mask=mask, length=length):                  # None for environments' tokens
             pairs = zip(numbers[:length].tolist(), mask[:length].tolist(), strict=True)
@@ -186,7 +186,7 @@ def completion_records(experience) -> list[dict]:
         record = {"prompt": examples[p]["prompt"], "completion": text}
         if groups is not None:
             record |= {
-                "rewards": {name: or_none(points[p, g]) for name, points in groups.per_function.items()},
+                "rewards": {name: or_none(values[p, g]) for name, values in groups.per_function.items()},
                 "reward": or_none(groups.scores[p, g]), "tied": tied[p],
                 "advantage": or_none((advantages[row][mask] if by_token else advantages[row]).mean()),
             }
@@ -203,20 +203,20 @@ def completion_records(experience) -> list[dict]:
             "sampling_logp": sampled_only(rollout.sampling_logp[row]),
         }
         if rollout.turn_points is not None:
-            record["turn_points"] = [or_none(points) for points in rollout.turn_points[row, :length]]
+            record["turn_points"] = [or_none(reward) for reward in rollout.turn_points[row, :length]]
         records.append(record)
     return records
 
 
 def or_none(value) -> float | None:
-    """Return a number for JSON: None for NaN, infinities and None."""
+    """Return a number for JSON, None for NaN, infinities and None."""
     return float(value) if value is not None and math.isfinite(value) else None
 
 
 def read_records(path: Path, last_steps: int | None = None) -> Iterator[dict]:
-    """Yield the records of a file, none if there is no file. End at a damaged line, as a kill leaves it.
+    """Yield the records of a file, none if there is no file. Stop at a damaged line, left by a killed run.
 
-    last_steps  yield the records of this many steps at the end; the lines before them are not parsed
+    last_steps  yield only the records of the last so many steps; earlier lines are not parsed
     """
     if not path.is_file():
         return
@@ -228,8 +228,8 @@ def read_records(path: Path, last_steps: int | None = None) -> Iterator[dict]:
         for line in lines:
             try:
                 record = dict(json.loads(line))
-            except (ValueError, TypeError):               # TypeError: JSON, but no object
-                print(f"{path}: a line is damaged, left out from there on: {line[:60]!r}", file=sys.stderr)
+            except (ValueError, TypeError):               # TypeError: JSON, but not an object
+                print(f"{path}: reading stops at a damaged line: {line[:60]!r}", file=sys.stderr)
                 return
             yield record
 
@@ -240,7 +240,7 @@ def read_jsonl(path: Path) -> list[dict]:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replace a file, completely or not at all: a run that is killed meanwhile keeps the old one."""
+    """Replace a file completely or not at all: if the run is killed meanwhile, the old file remains."""
     new = path.with_name(path.name + ".new")
     new.write_text(text, encoding="utf-8")
     flush(new)
@@ -248,7 +248,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def flush(path: Path) -> None:
-    """Flush a file, or the entries of a folder, to the disk."""
+    """Flush a file, or the entries of a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Phases of a run: lengths, and the optimiser, schedule, data order and reference that each begins with."""
+"""Phases of a run: their lengths, and the optimiser, schedule and reference with which each begins."""
 
 import math
 from collections.abc import Callable
@@ -19,16 +19,16 @@ from policy import Policy
 
 @dataclass
 class Phase:
-    """A part of the training with one kind of step, an optimiser and a learning-rate schedule."""
+    """A part of the training with one kind of step, its own optimiser and learning-rate schedule."""
 
     name: str                   # cold_start, supervised or grpo
     steps: int                  # optimiser steps
-    learning_rate: float        # peak
-    eval_steps: int             # between evaluations; 0: only at its end
+    learning_rate: float        # its peak
+    eval_steps: int             # steps between evaluations; 0: only at the end
     end_accuracy: float = math.inf                        # held-out accuracy that ends the phase
 
     def is_over(self, progress) -> bool:
-        """Return True after the last step, or if the evaluation after a step was good enough (NaN: none)."""
+        """Return True after the last step, or if an evaluation after a step has reached end_accuracy."""
         evaluated = progress.evaluated_at == progress.step and progress.phase_step > 0
         return progress.phase_step >= self.steps or (evaluated and progress.accuracy >= self.end_accuracy)
 
@@ -51,7 +51,7 @@ def plan_phases(config: Config, num_examples: int) -> list[Phase]:
 
 
 def train_in_phase(policy: Policy, phase: Phase, config: Config, make_optimizer: Callable | None) -> None:
-    """Give the policy the optimiser of make_optimizer, else AdamW, the schedule, and the value head."""
+    """Set the policy's optimiser (from make_optimizer, else AdamW), schedule and value head for a phase."""
     training, device = config.training, next(policy.model.parameters()).device
     modules, value_head = [policy.model], None
     if phase.name == "grpo" and config.grpo.use_value_head:
@@ -62,14 +62,14 @@ def train_in_phase(policy: Policy, phase: Phase, config: Config, make_optimizer:
         named = chain(*(module.named_parameters() for module in modules))
         optimizer = make_optimizer([pair for pair in named if pair[1].requires_grad])
         if not isinstance(optimizer, torch.optim.Optimizer):
-            raise RunError(f"optimizer: returned a {type(optimizer).__name__}, no torch Optimizer")
+            raise RunError(f"optimizer: returned a {type(optimizer).__name__}, not a torch Optimizer")
         if not {"state", "param_groups"} <= optimizer.state_dict().keys():
-            raise RunError("optimizer: its state_dict has no state and param_groups: not to be resumed")
+            raise RunError("optimizer: its state_dict lacks state or param_groups: no run could be resumed")
     else:
-        # With the usual 0.999, beta2 averages over too many steps, as gradients change fast.
+        # The usual beta2 of 0.999 would average over too many steps: gradients change fast here.
         optimizer = torch.optim.AdamW(
             [{"params": trainable_parameters(module)} for module in modules], lr=phase.learning_rate,
-            betas=(0.9, 0.95), weight_decay=0.0, fused=device.type != "xla")     # XLA fuses by itself
+            betas=(0.9, 0.95), weight_decay=0.0, fused=device.type != "xla")     # XLA does fuse
     warmup = math.ceil(training.warmup_ratio * phase.steps)
     factor = partial(
         learning_rate_factor, steps=phase.steps, warmup=warmup, schedule=training.lr_schedule)
@@ -77,16 +77,16 @@ def train_in_phase(policy: Policy, phase: Phase, config: Config, make_optimizer:
 
 
 def first_reference(policy: Policy, config, teacher: torch.nn.Module | None) -> Policy:
-    """Return the reference that GRPO begins with: the teacher, else a copy of the policy."""
-    home = torch.device("cpu") if config.reference_offload else next(policy.model.parameters()).device
+    """Return the reference at the start of GRPO: the teacher, else a copy of the policy."""
+    device = torch.device("cpu") if config.reference_offload else next(policy.model.parameters()).device
     model = teacher
     if teacher is None:
         model = make_reference(policy.model, exact=config.reference_mode == "ema")
-    return policy.like(move(model, home))
+    return policy.like(move(model, device))
 
 
 def learning_rate_factor(step: int, *, steps: int, warmup: int, schedule: str) -> float:
-    """Return the share of the peak learning rate at a step, counted from 0. No step of the phase has 0."""
+    """Return the learning rate at a step (counted from 0) as a share of its peak. It is never 0."""
     if step < warmup:
         return (step + 1) / warmup
     progress = (step - warmup) / max(1, steps - warmup)
@@ -95,5 +95,5 @@ def learning_rate_factor(step: int, *, steps: int, warmup: int, schedule: str) -
 
 
 def is_due(before: int, after: int, every: int) -> bool:
-    """Return True if a multiple of `every` is in before < n <= after. Never if every is 0."""
+    """Return True if a multiple n of `every` has before < n <= after; False if every is 0."""
     return every > 0 and after // every > before // every

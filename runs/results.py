@@ -1,6 +1,6 @@
 """
-What a run writes and prints: metrics of a step, evaluations on the held-out problems (always with the same
-seeds), the best policy, and at the end the report and the summary.
+Write and print the results of a run: metrics of a step, evaluations on the held-out problems (always with the
+same seeds), the best policy, and at the end the report and the summary.
 """
 
 import math
@@ -19,7 +19,7 @@ from sources.settings import read_settings
 
 def evaluate_and_log(run) -> None:
     """Evaluate the policy of a Run on its held-out problems, log the result, and write best/."""
-    from analysis.evaluation import evaluate  # here: with evaluations alone
+    from analysis.evaluation import evaluate  # only for evaluations
 
     progress, training, grpo = run.progress, run.config.training, run.config.grpo
     at_once = grpo.generation_batch_size or run.config.rollout_size              # as many as in a step
@@ -27,7 +27,7 @@ def evaluate_and_log(run) -> None:
     result = evaluate(
         run.policy, run.eval_set, config, seed=training.seed, **run.scoring | {"weights": None})
     score = held_out_score(run, result)
-    if training.keep_best and score > progress.best_score:                       # of equals the first stays
+    if training.keep_best and score > progress.best_score:                       # the first of equal ones
         write_policy(run.policy.model, run.policy.tokenizer, run.folder.path / "best")
         progress.best_step, progress.best_score = progress.step, score
     run.folder.log(progress.step, "eval", result)
@@ -49,7 +49,7 @@ def write_step(run, metrics: dict, experience: Experience) -> None:
         if failures := experience.groups.reports.failures:
             folder.append("reward_errors.jsonl", step, phase, failures)
         before, every = step - metrics["updates"], run.config.training.log_rollouts_every
-        if is_due(before - 1, step - 1, every):           # the updates include step 1, 1 + n, ...
+        if is_due(before - 1, step - 1, every):           # the updates include step 1 or 1 + n, ...
             records = completion_records(experience)
             folder.append("rollouts.jsonl", step, phase, records)
     if metrics["skipped"]:
@@ -61,7 +61,7 @@ def write_step(run, metrics: dict, experience: Experience) -> None:
 
 
 def held_out_score(run, result: dict) -> float:
-    """Return the accuracy, or where rewards are shown their weighted sum, NaN if there are none."""
+    """Return the accuracy, or if rewards are shown instead, their weighted sum; NaN if there are none."""
     if shows_accuracy(result, run.config.flags):
         return result["eval_accuracy"]
     means = [result[f"eval_reward/{name_of(function)}"] for function in run.reward_functions]
@@ -71,21 +71,21 @@ def held_out_score(run, result: dict) -> float:
 
 
 def write_curves_and_report(folder: RunFolder) -> None:
-    """Write curves.png and report.html. An error is one line: they do not decide how a run ends."""
-    from analysis import report  # here: what reads a run is no part of its steps
+    """Write curves.png and report.html. An error is only printed, since the run itself is complete."""
+    from analysis import report  # imported at the end only
 
     try:
         if folder.writes:
             report.write_report(folder.path)
     except Exception as error:
-        folder.console.print(f"  note   curves.png or report.html is not written: {first_line(error)}")
+        folder.console.print(f"  note   curves.png or report.html was not written: {first_line(error)}")
 
 
 def print_summary(folder: RunFolder) -> None:
-    """Print what was learned, the findings of the training doctor, and where the files are."""
+    """Print the held-out results, the findings of the training doctor, and the paths of the files."""
     from analysis.doctor import diagnose
 
-    if folder.writes:                                     # elsewhere the folder may be of another machine
+    if folder.writes:                                     # other ranks may have another folder
         path = folder.path
         lines, flags = read_jsonl(path / "metrics.jsonl"), read_settings(path / "config.json")
         folder.console.print_summary(path, lines, diagnose(lines, flags))

@@ -1,4 +1,4 @@
-"""A run: its progress, data, log and checkpoints."""
+"""A run: its policy, progress, data, log and checkpoints."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +25,7 @@ from runs.folder import RunFolder
 from runs.phases import Phase, first_reference, is_due, train_in_phase
 from runs.results import evaluate_and_log, print_summary, write_curves_and_report, write_step
 
-MOST_SKIPPED = 3                # steps in a row without a finite loss or gradient that end a run
+MOST_SKIPPED = 3                # so many steps in a row without a finite loss or gradient end a run
 
 
 @dataclass
@@ -36,16 +36,16 @@ class Progress:
     phase_step: int = 0                                   # optimiser steps taken in this phase
     step: int = 0                                         # optimiser steps taken in all
     evaluated_at: int = -1                                # step of the last evaluation
-    accuracy: float = math.nan                            # of that evaluation
-    best_step: int = -1                                   # of the policy in best/; -1: there is none
+    accuracy: float = math.nan                            # in that evaluation
+    best_step: int = -1                                   # step of the policy in best/; -1: there is none
     best_score: float = -math.inf                         # its held-out score
-    skipped: int = 0                                      # steps that were not finite and changed nothing
-    skipped_in_a_row: int = 0                             # of these, the latest in direct succession
-    reward_sum: float = 0.0                               # of all completions of the steps so far
+    skipped: int = 0                                      # steps without a finite loss or gradient
+    skipped_in_a_row: int = 0                             # the latest of these in a row
+    reward_sum: float = 0.0                               # over all completions of the run
     reward_count: int = 0                                 # number of these completions
 
     def count(self, update: dict) -> None:
-        """Count an update. skipped_in_a_row leaves out overflows that a smaller loss scale may cure."""
+        """Count an update. skipped_in_a_row excludes overflows that a smaller loss scale may avoid."""
         self.step, self.phase_step = self.step + 1, self.phase_step + 1
         self.skipped += update["skipped"]
         if not update["skipped"]:
@@ -54,7 +54,7 @@ class Progress:
             self.skipped_in_a_row += 1
 
     def add_rewards(self, rewards: torch.Tensor) -> None:
-        """Add rewards (P, G) to the running mean; NaN is left out."""
+        """Add rewards (P, G) to the running mean. NaN is excluded."""
         scored = rewards[~rewards.isnan()]
         self.reward_sum += float(scored.sum())
         self.reward_count += len(scored)
@@ -68,7 +68,7 @@ class Progress:
 class Run:
     """The objects of a run, what happens around its steps, and its checkpoints."""
 
-    # Set up once; of config some limits are halved when memory runs out.
+    # Set up once; only some limits in config are halved when memory runs out.
     config: Config
     folder: RunFolder
     reward_functions: list[Callable]
@@ -80,9 +80,9 @@ class Run:
     # The policy and its progress.
     policy: Policy
     progress: Progress = field(default_factory=Progress)
-    make_optimizer: Callable | None = None                # the caller's, of named parameters; None: AdamW
-    teacher: torch.nn.Module | None = None                # a reference that is no copy of the policy
-    saved_state: dict = field(default_factory=dict)       # of a checkpoint, until its phase begins
+    make_optimizer: Callable | None = None                # from set_up; None: AdamW
+    teacher: torch.nn.Module | None = None                # a reference that is not a copy of the policy
+    saved_state: dict = field(default_factory=dict)       # from a checkpoint, until its phase begins
     saved_at: int = 0                                     # step of the last checkpoint
     # Objects of the current phase.
     batches: Batches | None = None
@@ -106,19 +106,19 @@ class Run:
 
     @property
     def has_taken_all_steps(self) -> bool:
-        """Return True if the last phase has had its steps."""
+        """Return True if the last phase has taken all its steps."""
         return self.phase is self.phases[-1] and self.updates_left <= 0
 
     @property
     def trainer_state(self) -> SimpleNamespace:
-        """Return the progress of the last phase for reward functions, in steps and epochs, as in TRL."""
+        """Return the progress in the last phase, in steps and epochs, for reward functions, as in TRL."""
         step = self.progress.phase_step if self.phase is self.phases[-1] else 0
         epoch = step and self.batches.position / len(self.train_set)
         return SimpleNamespace(global_step=step, max_steps=self.phases[-1].steps, epoch=epoch)
 
     @property
     def scoring(self) -> dict:
-        """Return what sample_and_score needs to score completions."""
+        """Return the arguments with which sample_and_score scores completions."""
         return dict(
             reward_functions=self.reward_functions, weights=self.config.grpo.weights,
             environment=self.environment, trainer_state=self.trainer_state)
@@ -127,7 +127,7 @@ class Run:
 
     @contextmanager
     def started(self) -> Iterator[Callable[[], bool]]:
-        """Open the run folder; the context tells if the user has asked to stop. Call both on all ranks."""
+        """Open the run folder. Yield a function: has a signal asked to stop? Call both on all ranks."""
         self.folder.open(self.progress.step, self.saved_state.get("file_sizes", {}))
         with stop_on_signal(self.folder.ranks) as stop_requested, closing(self.folder):
             try:
@@ -140,7 +140,7 @@ class Run:
         for phase in self.phases[self.progress.phase :]:
             self.begin_phase()
             yield phase
-            if phase is not self.phases[-1]:              # the last stays, for a run with more steps
+            if phase is not self.phases[-1]:              # the last phase may get more steps later
                 self.progress.phase += 1
                 self.progress.phase_step, self.policy.optimizer = 0, None
             self.save_checkpoint()
@@ -161,22 +161,22 @@ class Run:
             self.batches.position = saved["position"]
 
     def is_complete(self) -> bool:
-        """Return True if the run has ended before, and say so."""
+        """Return True, and print a line, if the run is already complete."""
         final = self.folder.path / "final"
         complete = self.has_taken_all_steps and final.exists()
         if complete:
-            self.console.print(f"this run is complete; a new one can begin with --model_path {final}")
+            self.console.print(f"this run is complete; start a new run with --model_path {final}")
         return complete
 
     # ---- one step ------------------------------------------------------------------------------------------
 
     @contextmanager
     def saved_on_error(self):
-        """If a step or an evaluation raises, save the state from before it: a resumed run repeats it.
+        """If a step or an evaluation raises, save the state before it, so that a resumed run repeats it.
 
-        There is none after an update, when weights and optimiser may be between two states, and in several
-        processes after errors that not all of them raise. The global random generators, which reward
-        functions may use, are seeded by the step, so that a repeat draws the same numbers.
+        Nothing is saved after an update, because weights and optimiser may be inconsistent, or if not all of
+        several processes raise. The global random generators, which reward functions may use, are seeded by
+        the step, so that a repeated step draws the same numbers.
         """
         idle_cores.choose_threads(self.console.print)
         position, before, begun = self.batches.position, replace(self.progress), self.policy.steps_begun
@@ -189,12 +189,12 @@ class Run:
                 self.batches.position, self.progress = position, before
                 try:
                     self.save_checkpoint(notify=True)
-                except RunError as problem:               # a full disk: the first error is the one to report
+                except RunError as problem:               # a full disk; still report the first error
                     self.console.print(str(problem))
             raise
 
     def evaluate_if_due(self) -> None:
-        """Evaluate before the first step, every eval_steps of a phase, and at its end; once at a step."""
+        """Evaluate before the first step, every eval_steps of a phase, and at its end, but once per step."""
         progress, phase = self.progress, self.phase
         after, since = progress.phase_step, progress.step - progress.evaluated_at
         at_an_end = progress.evaluated_at < 0 or after >= phase.steps
@@ -203,8 +203,8 @@ class Run:
                 evaluate_and_log(self)
 
     def log_step(self, metrics: dict, experience: Experience, on_step: Callable | None = None) -> None:
-        """Write and print a step's metrics, call on_step. Raises RunError if MOST_SKIPPED were skipped."""
-        with self.saved_on_error():                       # the step is complete: it is not repeated
+        """Write and print metrics, call on_step. Raises RunError after MOST_SKIPPED skips in a row."""
+        with self.saved_on_error():                       # the step is complete, not repeated
             write_step(self, metrics, experience)
             if on_step:
                 on_step(self, metrics, experience)
@@ -215,7 +215,7 @@ class Run:
                 f"before them are in {checkpoint}, the batches in skipped.jsonl; lower --learning_rate")
 
     def change_setting(self, name: str, half: int, line: str) -> None:
-        """Keep a setting that was halved when memory ran out, for the run and its config.json."""
+        """Store a setting that was halved when memory ran out, for the rest of the run and in config.json."""
         self.console.print(line)
         part = "grpo" if name == "generation_batch_size" else "training"
         if part == "training":
@@ -223,7 +223,7 @@ class Run:
                 policy.max_tokens = half
         section = replace(getattr(self.config, part), **{name: half})
         self.config = replace(self.config, **{part: section})
-        if self.folder.lock:                              # none where nothing is written (--check)
+        if self.folder.lock:                              # no lock if nothing is written (--check)
             self.folder.write_config(self.config)
 
     # ---- checkpoints ---------------------------------------------------------------------------------------
@@ -231,7 +231,7 @@ class Run:
     def save_checkpoint(self, notify: bool = False) -> Path:
         """Save everything to checkpoints/step-<step> of the run folder, on all ranks. Raises RunError.
 
-        notify  print where it is, and the command that continues the run
+        notify  print its path, and the command that continues the run
         """
         policy, reference = self.policy, self.reference and self.reference.model
         kept = getattr(reference, "kept", None)           # of an AdapterReference
@@ -262,7 +262,7 @@ class Run:
         """Restore progress from a checkpoint; begin_phase restores the rest."""
         state = read_state(checkpoint, mmap=num_processes() > 1)                 # each copies its shards
         if "own_optimizer" not in state or "accuracy" not in state["progress"]:
-            raise ValueError(f"{checkpoint}: of an earlier version; begin a new run with it as --model_path")
+            raise ValueError(f"{checkpoint}: of an earlier version; start a new run with it as --model_path")
         if state["own_optimizer"] != (self.make_optimizer is not None):
             again = "pass it to train() again" if state["own_optimizer"] else "the run began without one"
             raise ValueError(f"optimizer: {again}")

@@ -46,10 +46,10 @@ from sources.training_data import (
 
 
 def name_objects(config: Config, given: dict) -> Config:
-    """Return the configuration with the names of the arguments of set_up in place of its own.
+    """Return the configuration with the names of the objects that were passed to set_up.
 
     given   reward_functions, environment, dataset, eval_dataset, reference_path: names, objects or None
-    raises  ValueError if one is no function, or if an object of the run that is resumed is missing
+    raises  ValueError if one is not a function, or if a resumed run lacks an object that it began with
     """
     for f in [*(given["reward_functions"] or []), given["environment"] or ""]:
         if not (isinstance(f, str) or callable(f)):
@@ -66,12 +66,12 @@ def name_objects(config: Config, given: dict) -> Config:
 
 
 def config_on_device(config: Config, device: torch.device) -> Config:
-    """Return the configuration with the precision of this device. Raises ValueError for what is not here."""
+    """Return the configuration with this device's precision. Raises ValueError if it is not supported."""
     if config.grpo.engine == "vllm":
-        from engine.vllm_engine import refuse_engine  # here: with it alone
+        from engine.vllm_engine import refuse_engine  # imported for vLLM only
 
         refuse_engine(device)
-    precision = resolve_precision(config.model.precision, device)                # in config.json
+    precision = resolve_precision(config.model.precision, device)                # as in config.json
     if device.type == "xla" and precision == "float16":
         raise ValueError("--precision=float16: on XLA the loss would not be scaled; use bfloat16")
     path, reference = map(absolute, (config.model.model_path, config.grpo.reference_path))
@@ -100,7 +100,7 @@ def validate_grpo_setup(
     names = config.grpo.reward_functions if reward_functions is None else reward_functions
     require_columns(load_reward_functions(names), dataset, config.data.dataset)
     if environment := environment or config.grpo.environment:
-        from environments.instances import load_environment, refuse_missing_columns  # here: with one alone
+        from environments.instances import load_environment, refuse_missing_columns  # only if there is one
 
         refuse_missing_columns(config.grpo.environment, load_environment(environment), dataset)
 
@@ -109,7 +109,7 @@ def start_up_check(
     model, tokenizer, examples: list[dict], config: Config, make_policy: Callable | None, reference,
     longest_prompt: int, notify: Callable,
 ) -> Policy:
-    """Return the policy of a run. Raises ValueError if it would sample or forward wrongly."""
+    """Return the policy of a run. Raises ValueError if its sampling or forward pass would be wrong."""
     max_tokens, grpo = config.training.max_tokens_per_forward, config.grpo
     prompts = [example["prompt"] for example in examples[:2]]
     plain = DevicePolicy(model, tokenizer, max_tokens=max_tokens)
@@ -128,7 +128,7 @@ def start_up_check(
     configured = stop_token_ids(model, tokenizer, with_template=False)
     for token in {*stop_token_ids(model, tokenizer)} - {*configured}:
         name = tokenizer.convert_ids_to_tokens(token)
-        notify(f"  note   {name}, with which the chat template ends a turn, ends completions too")
+        notify(f"  note   {name}, which ends a turn in the chat template, also ends completions")
     if make_policy:
         policy = make_policy(model, tokenizer, max_tokens=max_tokens)
         if not isinstance(policy, Policy):
@@ -136,8 +136,8 @@ def start_up_check(
         needs_more = num_processes() > 1 or config.model.precision == "float16"
         if needs_more and not isinstance(policy, DevicePolicy):
             raise ValueError(
-                f"engine: {type(policy).__name__} works in one process, not in float16; derive it from "
-                "DevicePolicy of engine/device_policy.py")
+                f"engine: {type(policy).__name__} works in one process, not in float16; derive it "
+                "from DevicePolicy of engine/device_policy.py")
     elif grpo.engine == "vllm":
         from engine.vllm_engine import VLLM
 
@@ -154,7 +154,7 @@ def set_up(
     eval_dataset: str | Sequence | None = None, engine: Callable | None = None,
     optimizer: Callable | None = None, reference: torch.nn.Module | None = None,
 ) -> Run:
-    """Prepare a run up to its first step. Raises ValueError if the user has to change something.
+    """Prepare a run up to its first step. Raises ValueError if a setting has to be changed.
 
     reward_functions, environment  names, functions, a class of environments, or None: those of config
     dataset, eval_dataset          a source or examples for load_examples, or None: that of config
@@ -184,7 +184,7 @@ def set_up(
     environment = environment or config.grpo.environment or None
     tools = None
     if environment:
-        from environments.instances import load_environment, tools_of  # here: with an environment alone
+        from environments.instances import load_environment, tools_of  # only with an environment
 
         environment = load_environment(environment)
         tools = tools_of(environment)
@@ -199,11 +199,11 @@ def set_up(
     tokenizer = load_any_tokenizer(model_config)
     has_teacher = training.use_grpo and config.grpo.reference_path
     if has_teacher and reference is None:
-        from engine.reference import compare_tokenizers   # here, as below: with a teacher, or resumed
+        from engine.reference import compare_tokenizers   # here and below: only if needed
 
         compare_tokenizers(tokenizer, config)
     if training.use_grpo and names == ["none"] and not has_teacher:
-        raise ValueError("--reward_functions=none: teaches nothing without a teacher; add --reference_path")
+        raise ValueError("--reward_functions=none: needs a teacher; add --reference_path")
     if "strftime_now" in str(tokenizer.chat_template):    # the same prompts when the run is resumed
         config = replace(config, model=replace(config.model, chat_template_date=str(tokenizer.today.date())))
         if "strftime_now(" in dated_template(tokenizer, tools):
@@ -224,13 +224,13 @@ def set_up(
     training = config.training
     refuse_other_settings(config, fingerprints)
 
-    torch.manual_seed(training.seed)                      # of weights that are in no file
+    torch.manual_seed(training.seed)                      # for weights that are in no file
     if config.model.lora_rank and not model_config.model_path and not training.check:
         model_config = write_base(model_config, folder)
     model = load_trained_model(model_config, training, device, mesh)
     longest = max(longest_prompt, longest_held_out)
     check_context_length(model, longest, config.grpo.generation_max_length)
-    if inspect.isclass(environment):                      # its reset may add text to a prompt
+    if inspect.isclass(environment):                      # its reset may lengthen a prompt
         longest = max(longest, config.data.max_prompt_length)
     phases = plan_phases(config, len(train_set))
     console.describe(model, device, len(train_set), len(eval_set), phases)
@@ -258,7 +258,7 @@ def refuse_other_settings(config: Config, fingerprints: dict[str, str]) -> None:
     """Raise RunError, on all ranks, if their settings or examples differ."""
     settings = config.flags
     for name in "output_dir", "model_path", "dataset", "eval_dataset", "reward_functions", "environment":
-        del settings[name]                                # paths, of which each machine may have its own
+        del settings[name]                                # paths may differ between machines
     settings |= fingerprints
     first, *others = all_gather_object(settings)
     for rank, its_settings in enumerate(others, start=1):
@@ -283,7 +283,7 @@ def load_trained_model(
 
 
 def write_base(config: ModelConfig, folder: RunFolder) -> ModelConfig:
-    """Write the built-in model to base/ of the run folder, for an adapter. Return settings that load it."""
+    """Write the built-in model to base/ in the run folder, for an adapter. Return settings that load it."""
     folder.ranks.gather(folder.acquire_lock)
     policy, tokenizer = load_policy(replace(config, lora_rank=0, precision="float32"))
     path = folder.path.resolve() / "base"
@@ -305,7 +305,7 @@ def find_checkpoint(config: Config, folder: RunFolder, fingerprints: dict[str, s
 
 
 def compare_settings(config: Config, checkpoint: Path, notify: Callable, fingerprints: dict) -> None:
-    """Print which settings of a resumed run have changed. Raises ValueError if state or data do not fit."""
+    """Print the changed settings of a resumed run. Raises ValueError if state or data do not fit."""
     state, now = read_state(checkpoint, mmap=True), config.flags
     saved = {name: value for section in state["settings"].values() for name, value in section.items()}
     begun = state.get("fingerprints", {})                 # none in a checkpoint of an earlier version
@@ -319,14 +319,14 @@ def compare_settings(config: Config, checkpoint: Path, notify: Callable, fingerp
     ]
     has_no_split = Path(now["dataset"]).suffix in SUFFIXES or now["dataset"].startswith("python:")
     if now["eval_limit"] and not now["eval_dataset"] and has_no_split:
-        fixed += ["seed", "eval_limit"]                   # they choose the held-out examples, as rows do:
+        fixed += ["seed", "eval_limit"]                   # these choose the held-out examples; so do rows:
         fixed += ["dataset"] if "dataset" in others else []          # the same rows may be in another file
     if now["lr_schedule"] != "constant" and (checkpoint.parents[1] / "final").exists():      # it is complete
-        fixed += ["max_steps", "num_epochs"]              # and its learning rate has fallen
+        fixed += ["max_steps", "num_epochs"]              # and its schedule has ended
     for name in fixed:
         if name in changed:
             raise ValueError(
-                f"--{name}={now[name]}: this run began with {saved[name]!r}; start a new one, with a "
+                f"--{name}={now[name]}: this run began with {saved[name]!r}; start a new run, with a "
                 "checkpoint as --model_path")
     # These change the examples, in a way that the fingerprints do not depend on.
     of_prompts = {"instruction", "max_prompt_length", "long_prompts"}
@@ -351,10 +351,10 @@ def parse_mesh(config: Config) -> dict[str, int]:
             f"--mesh={text}: write some of replicate=K,fsdp=M,tp=N; K * M * N is the number of processes, "
             f"here {processes}")
     offloads = config.grpo.reference_offload and processes > 1
-    reject(config.grpo, ("reference_offload", offloads, "not in several processes; leave it out"))
+    reject(config.grpo, ("reference_offload", offloads, "not supported with several processes; remove it"))
     reject(
         config.model,
         ("precision", config.model.precision == "float16" and processes > 1,
-         "not in several processes; use bfloat16"),
-        ("lora_rank", config.model.lora_rank and mesh["tp"] > 1, "not with tp in --mesh; use fsdp alone"))
+         "not supported with several processes; use bfloat16"),
+        ("lora_rank", config.model.lora_rank and mesh["tp"] > 1, "not with tp in --mesh; use only fsdp"))
     return mesh

@@ -1,6 +1,6 @@
 """
-The start-up check of every run: choose the engine that samples and scores, and refuse a model or tokenizer
-that would be trained on wrong tokens or log-probabilities.
+The start-up check of every run: choose the engine that samples and computes log-probabilities, and reject a
+model or tokenizer that would be trained on wrong tokens or log-probabilities.
 """
 
 import torch
@@ -17,11 +17,11 @@ from sample import Rollout, stop_token_ids
 
 TOLERANCE = 1e-2                # nats; forward passes of different shapes agree to about 1e-5 in float32,
 TOLERANCE_HALF = 0.3            # and to about 0.01 in bfloat16, less in float16 and TF32
-MOST_TOKENS = 16                # of a completion that is sampled for a check
+MOST_TOKENS = 16                # maximum length of completions sampled for a check
 
 
 def short_completions(most_tokens: int) -> GRPOConfig:
-    """Return settings that sample short completions from the whole distribution."""
+    """Return settings that sample short completions from the unrestricted distribution."""
     return GRPOConfig(
         generation_max_length=min(MOST_TOKENS, most_tokens), generation_temperature=1.0, generation_top_k=0,
         generation_top_p=1.0)
@@ -30,12 +30,12 @@ def short_completions(most_tokens: int) -> GRPOConfig:
 def choose_engine(
     plain: DevicePolicy, prompts: list, config, longest_prompt: int | None = None
 ) -> tuple[DevicePolicy, str]:
-    """Choose the shared engine where it is faster and, on all ranks, computes what the plain one does.
+    """Choose the shared engine if it is faster and, on all ranks, computes the same as the plain engine.
 
     prompts         as for Policy.sample;  config  a GRPOConfig
-    longest_prompt  of the run, in tokens; None: share prompts of any length
-    returns         the engine, and a note if prompts should be shared and cannot be, or ""
-    raises          ValueError if they cannot be and config.engine is "shared"
+    longest_prompt  the run's longest prompt, in tokens; None: share prompts of any length
+    returns         the engine; and "", or a note if prompts should be shared but cannot be
+    raises          ValueError if they cannot be shared although config.engine is "shared"
     """
     may_be_plain = longest_prompt and config.engine == "auto" and plain.device.type not in ("xla", "cuda")
     if config.engine == "plain" or (may_be_plain and not saves_tokens(longest_prompt, config)):
@@ -46,16 +46,16 @@ def choose_engine(
         return shared, ""
     note = f"prompts are not shared: {fault or 'another rank cannot'}"
     if config.engine == "shared":
-        raise ValueError(f"--engine=shared: {note}; take --engine plain")
+        raise ValueError(f"--engine=shared: {note}; use --engine plain")
     return plain, note
 
 
 def fault_of_sharing(shared: DevicePolicy, plain: DevicePolicy, prompts: list, most_tokens: int) -> str:
-    """Compare log-probabilities by the shared cache and packed rows with those of plain rows, "" if equal."""
+    """Compare log-probabilities of shared cache and packed rows with those of plain rows; "" if equal."""
     prompts = [encode_prompt(plain.tokenizer, prompt) for prompt in prompts]
     try:
         rollout = shared.sample(prompts, short_completions(most_tokens), 0, num_completions=2)
-        rollout.completion_mask[1::2, 5:] = False         # packs of different lengths
+        rollout.completion_mask[1::2, 5:] = False         # to pack rows of different lengths
         packed = shared.log_probs(rollout).logp
     except CannotShare as error:
         return str(error)
@@ -66,10 +66,10 @@ def fault_of_sharing(shared: DevicePolicy, plain: DevicePolicy, prompts: list, m
 
 
 def refuse_wrong_sampler(policy: Policy, prompts=("1+1=?",), most_tokens: int = MOST_TOKENS) -> Rollout:
-    """Raise ValueError if prompts, sampling or scoring would be wrong. Return the completions for that.
+    """Raise ValueError if prompts, sampling or log-probabilities would be wrong. Return the test completions.
 
-    They continue the first prompt and a half of it, which is padded: on the left to sample, on the right to
-    train.
+    They continue the first prompt, and half of it, which is padded: on the left in sampling, on the right in
+    training.
     """
     model, tokenizer = policy.model, policy.tokenizer
     prompts = [encode_prompt(tokenizer, prompt) for prompt in prompts]
@@ -87,26 +87,26 @@ def refuse_wrong_sampler(policy: Policy, prompts=("1+1=?",), most_tokens: int = 
 def refuse_wrong_tokens(model, tokenizer, prompts: list[list[int]]) -> None:
     """Raise ValueError if a prompt begins with two BOS or ends with a stop id, or if there is no stop id.
 
-    Later tokens with the id of BOS may be right: a template of ChatML can begin every message with it.
+    Later tokens with the id of BOS may be correct: a ChatML template can begin every message with it.
     """
     stops, bos_id = stop_token_ids(model, tokenizer), tokenizer.bos_token_id
     if not stops:
         raise ValueError("start-up check: no stop id; set eos_token_id in the model's generation_config.json")
     if bos_id is not None and any(prompt[:2] == [bos_id, bos_id] for prompt in prompts):
         raise ValueError(
-            "start-up check: two BOS begin a prompt; one is the tokenizer's: remove the other in the data "
-            "or the chat template")
+            "start-up check: a prompt begins with two BOS tokens; one is the tokenizer's: remove the other "
+            "one from the data or the chat template")
     if any(prompt[-1] in stops for prompt in prompts):
         raise ValueError(
-            "start-up check: a prompt ends with a stop id, so there is nothing to continue; switch "
-            "add_eos_token off in tokenizer_config.json")
+            "start-up check: a prompt ends with a stop id, so there is nothing to continue; disable "
+            "add_eos_token in tokenizer_config.json")
 
 
 @torch.no_grad()
 def refuse_wrong_head(plain: DevicePolicy, rollout: Rollout, name: str = "policy") -> None:
-    """Raise ValueError if the chunked head computes other log-probabilities than the model's own pass.
+    """Raise ValueError if the log-probabilities of the chunked head differ from those of the model itself.
 
-    Compared is the first row. An adapter of the head, or a step that compute_logits lacks, makes them differ.
+    Only the first row is compared. Reasons are an adapter of the head, or a step that compute_logits lacks.
     """
     mask = rollout.completion_mask[0]
     prompt, completion = rollout.prompt_ids[0][rollout.prompt_mask[0]], rollout.completion_ids[0][mask]
@@ -117,13 +117,13 @@ def refuse_wrong_head(plain: DevicePolicy, rollout: Rollout, name: str = "policy
     if fault := difference(plain.model, f"{name}: chunked head and the model's own", ours, own):
         raise ValueError(
             f"start-up check: {fault}; logits of this architecture need a step that compute_logits in "
-            "logprobs.py lacks: add it")
+            "logprobs.py lacks: add it there")
 
 
 def difference(model, what: str, left: torch.Tensor, right: torch.Tensor) -> str:
-    """Return by how much two tensors of log-probabilities differ, "" if by no more than rounding.
+    """Return how much two tensors of log-probabilities differ, "" if only by rounding.
 
-    In 16 bits with experts, on average: rounding changes the experts of a few tokens, by up to some nats.
+    With experts in 16 bits the mean is compared: rounding changes a few tokens' experts, and so some nats.
     """
     differences = (left.cpu() - right.cpu()).abs().nan_to_num(torch.inf)
     tolerance = TOLERANCE if is_exact(model) else TOLERANCE_HALF

@@ -1,14 +1,14 @@
 """
-Names of settings in other systems: they are not accepted as flags, since their meaning often differs, but an
-error names the flag here and the difference.
+Names of settings in other systems. They are not accepted as flags, since their meaning often differs, but an
+error names our flag and the difference.
 """
 
 import difflib
 import re
 from collections.abc import Iterable
 
-# Names of TRL, verl, tunix, ReLax, StateSet and earlier versions here, and what to write instead. A name with
-# a dot is the last part of one of verl's. Ends of our names, such as temperature, are found without a line.
+# Names in TRL, verl, tunix, ReLax, StateSet and earlier versions -> what to write instead. A name with a dot
+# is the last part of a name in verl. Ends of our names, such as temperature, need no entry.
 ANSWERS = {
     "model model_name model_name_or_path model.path": "--model_path",
     "model_size": "--model_path with the id, such as google/gemma-3-270m-it for 270m",
@@ -17,15 +17,15 @@ ANSWERS = {
     "dataset_train_split dataset_test_split": "--train_split, --eval_split",
     "filter_overlong_prompts truncation": "--long_prompts drop or error",
     "num_generations group_size rollout.n n": "--num_completions_per_prompt",
-    "rollout_batch_size train_batch_size": "--batch_size, prompts of a rollout",
+    "rollout_batch_size train_batch_size": "--batch_size, prompts per rollout",
     "per_device_train_batch_size steps_per_generation":
-        "--batch_size, prompts of a rollout on all processes; a batch of TRL counts completions",
+        "--batch_size, prompts per rollout on all processes; a batch in TRL counts completions",
     "gradient_accumulation_steps micro_batch_size ppo_micro_batch_size_per_gpu ppo_max_token_len_per_gpu":
-        "--max_tokens_per_forward, tokens of a pass: it bounds memory and never changes the gradient",
+        "--max_tokens_per_forward, tokens per forward pass: limits memory, never changes the gradient",
     "ppo_mini_batch_size": "--minibatch_size, in completions: prompts times --num_completions_per_prompt",
     "num_iterations":
-        "--ppo_epochs for TRL's and tunix' (passes over a rollout); for ReLax' (rollouts) --max_steps, which "
-        "counts optimiser steps: times ppo_epochs x completions of a rollout / minibatch_size",
+        "--ppo_epochs for TRL's and tunix' (epochs on a rollout); for ReLax' (rollouts) --max_steps, which "
+        "counts optimiser steps: multiply by ppo_epochs x completions per rollout / minibatch_size",
     "num_batches num_episodes total_training_steps": "--max_steps, which counts optimiser steps",
     "num_train_epochs total_epochs": "--num_epochs",
     "max_new_tokens max_completion_length max_response_length": "--generation_max_length",
@@ -35,7 +35,7 @@ ANSWERS = {
     "use_kl_in_reward": "--kl_in reward",
     "kl_target kl_horizon max_policy_kl": "--kl_penalty_coef, which is constant, and fewer --ppo_epochs",
     "sync_ref_model ref_model_sync_steps": "--reference_mode ema or periodic, --reference_update_freq",
-    "advantage_epsilon": "always 1e-8: leave it out",
+    "advantage_epsilon": "always 1e-8: remove it",
     "epsilon": "--clip_low and --clip_high; added to the divisor of advantages, always 1e-8",
     "clip_ratio clip_ratio_low": "--clip_low and --clip_high, on probability ratios",
     "epsilon_high clip_ratio_high": "--clip_high",
@@ -45,13 +45,13 @@ ANSWERS = {
     "loss_agg_mode loss_aggregation": "--loss_type: dapo averages over tokens, grpo over completions",
     "mask_truncated_completions": "--overlong mask",
     "reward_funcs custom_reward_function": "--reward_functions, names or file.py:function",
-    "value_clip value_coef": "not offered: with --use_value_head they are 0.2 and 0.1",
+    "value_clip value_coef": "not supported: with --use_value_head they are 0.2 and 0.1",
     "tools multi_turn": "--environment and --max_turns",
     "lr optim.lr": "--learning_rate",
     "lr_scheduler_type warmup_style": "--lr_schedule constant, linear or cosine",
     "warmup_steps lr_warmup_steps lr_warmup_steps_ratio": "--warmup_ratio, a share of the steps",
     "optim adam_8bit adam_beta2 weight_decay":
-        "AdamW with beta2 0.95, without weight decay; another one from Python: train(config, optimizer=...)",
+        "always AdamW with beta2 0.95, without weight decay; others in Python: train(config, optimizer=...)",
     "bf16 fp16 dtype torch_dtype": "--precision bfloat16 or float16",
     "use_peft lora_r lora_target_modules": "--lora_rank, 0 for none: adapters of all linear layers",
     "mesh_shape tensor_model_parallel_size fsdp": "--mesh fsdp=M,tp=N, with torchrun for several processes",
@@ -65,29 +65,29 @@ ANSWERS = {
     "importance_sampling_level": "--loss_type gspo for sequence",
     "vllm_importance_sampling_cap rollout_is_threshold": "--importance_cap",
     "ref_model_mixup_alpha": "--ema_alpha, the share of the old reference: 1 - ref_model_mixup_alpha",
-    "filter_groups": "--dynamic_sampling, rounds of sampling",
+    "filter_groups": "--dynamic_sampling, extra rounds of sampling",
     "load_best_model_at_end": "--keep_best writes best/; final/ stays the last policy",
     "use_wandb logger": "--report_to wandb, tensorboard or none",
-    "n_gpus_per_node nnodes": "torchrun, a process for each GPU",
-    "repetition_penalty": "not offered: log-probabilities of training would differ",
+    "n_gpus_per_node nnodes": "torchrun, with one process per GPU",
+    "repetition_penalty": "not supported: log-probabilities in training would differ",
     "chat interactive": "`transformers chat FOLDER`, beside `transformers serve` (README.md)",
     "questions answers": "--evaluate FILE --json OUT, also for prompts without answers",
     "against_model": "--evaluate for each of the models",
     "merge_into": "three lines of peft (docs/scale.md, LoRA)",
     "use_vllm vllm_mode": "--engine vllm, in the process of the trainer",
     "vllm_gpu_memory_utilization gpu_memory_utilization": "--engine_memory",
-    "load_in_4bit load_in_8bit": "not offered: weights are float32",
+    "load_in_4bit load_in_8bit": "not supported: weights are float32",
     "explain": "`python -m analysis.explain` with the flags of train.py",
-    "replay": "not offered: train again with the other flags",
+    "replay": "not supported: train again with the other flags",
     "compare": "one run for each variant and seed; infer.py reports several runs in one table",
 }
 FOREIGN = {name: here for names, here in ANSWERS.items() for name in names.split()}
 
 
 def explain_unknown(typed: Iterable[str], known: Iterable[str]) -> str:
-    """Return a sentence about names that are no flags: the flag for the same in a system that has the name.
+    """Return a sentence about unknown flags: for names in other systems, the corresponding flag.
 
-    typed  as on a command line or in a file: num_generations, --beta, actor_rollout_ref.rollout.n=8
+    typed  names as on a command line or in a file: num_generations, --beta, actor_rollout_ref.rollout.n=8
     known  the names of flags
     """
     known, answers = list(known), []

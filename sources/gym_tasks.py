@@ -21,11 +21,11 @@ SEEDS = {"train": 0, "test": 2**30}     # a task adds a problem's number to its 
 
 
 def package():
-    """Return the package. Raises ValueError, in one line, where it is missing."""
+    """Return the package. Raises ValueError with one line if it is missing."""
     try:
         import reasoning_gym
     except ImportError:
-        raise ValueError(f"{GYM} its tasks are in a package; pip install reasoning-gym") from None
+        raise ValueError(f"{GYM} the package is missing; pip install reasoning-gym") from None
     return reasoning_gym
 
 
@@ -43,8 +43,8 @@ def split_tasks(source: str) -> list[tuple[str, dict]]:
 
 
 def gym_examples(source: str, split: str, seed: int) -> list[dict]:
-    """Return the problems of all tasks, mixed, 1000 of each without the option size. A demonstration is the
-    tagged answer without reasoning. `entry` is what the package's scorer takes.
+    """Return the problems of all tasks, shuffled together: 1000 per task, or the option size. Demonstrations
+    are tagged answers without reasoning. `entry` is the argument of the package's scorer.
     """
     if split not in SEEDS:
         raise ValueError(f"{source}: there is no split {split}; it has train and test")
@@ -62,8 +62,8 @@ def gym_examples(source: str, split: str, seed: int) -> list[dict]:
 
 
 def implied_rewards(source: str) -> dict:
-    """Return the flags of rewards that a source of tasks implies: each task's scorer in place of correctness,
-    so that an evaluation has a line for each task.
+    """Return the reward flags that a source of tasks implies: each task's scorer replaces correctness, so
+    that an evaluation has a line for each task.
     """
     scorers, (_, *others) = [GYM + task for task in dict(split_tasks(source))], DEFAULT_REWARDS
     weights = [1.0] * len(scorers) + [DEFAULT_REWARDS[name] for name in others]
@@ -71,9 +71,9 @@ def implied_rewards(source: str) -> dict:
 
 
 def scorer(name: str) -> Callable:
-    """Return the reward function of a task: the reward, 0 to 1, that the package gives to the tagged answer.
+    """Return the reward function of a task, which returns the package's score of the tagged answer, 0 to 1.
 
-    None for problems of other tasks; 0 where the scorer raises, since a model may write anything.
+    It returns None for problems of other tasks, and 0 if the scorer raises: a model may write anything.
     """
     wanted = name.removeprefix(GYM)
     score_answer = package().get_score_answer_fn(wanted)

@@ -1,5 +1,5 @@
 """
-Forms in which data sets are published: what belongs to a prompt, the turns of a conversation, and the answer
+Convert formats of published data sets: columns that belong to the prompt, turns of conversations, and answers
 at the end of a solution.
 """
 
@@ -23,9 +23,9 @@ SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant"}
 
 
 def as_published(row, columns: dict[str, str]) -> dict:
-    """Return a row as data.choose_columns does, with its prompt and its answer taken from these forms.
+    """Return a row like data.choose_columns, with its prompt and its answer converted from these formats.
 
-    A prompt made of a text with columns in braces is complete.
+    A prompt made from text with columns in braces is already complete.
     """
     row = choose_columns(row, columns)
     given, answer = dict(row), row.get("answer")
@@ -49,9 +49,9 @@ def as_published(row, columns: dict[str, str]) -> dict:
 
 
 def complete_prompt(prompt, row: Row, choices: dict[str, str]):
-    """Return a prompt with what belongs to it: before it a `system` message, after an `instruction` Alpaca's
-    `input` or Dolly's `context`, after a question its choices as lettered lines, unless they are in it with
-    letters. The turns of ShareGPT (from, value) become chat messages.
+    """Complete a prompt from other columns: put a `system` message before it, Alpaca's `input` or Dolly's
+    `context` after an `instruction`, and lettered choices after a question that does not contain them. The
+    turns of ShareGPT (from, value) become chat messages.
     """
     if not isinstance(prompt, str | list):
         return prompt
@@ -75,13 +75,13 @@ def complete_prompt(prompt, row: Row, choices: dict[str, str]):
 
 
 def text_in(row: Row, column: str) -> str:
-    """Return the text in a column, "" if it is blank or something else, which is not counted as read."""
+    """Return the text in a column, "" if it is blank or not text, which does not count as read."""
     is_text = isinstance(dict.get(row, column), str) and row[column].strip()
     return row.get(column) if is_text else ""
 
 
 def without_letters(choices: dict[str, str]) -> dict[str, str]:
-    """Return choices without letters of their own: 21 for "A)21" (AQuA)."""
+    """Return choices without their letters: 21 for "A)21" (AQuA)."""
     pairs = list(zip(LETTERS, choices.items(), strict=False))
     own = {label: re.sub(rf"^\(?{letter}[).:]\s*", "", text) for letter, (label, text) in pairs}
     return choices if any(own[label] == choices[label] for label in own) else own
@@ -117,12 +117,12 @@ def text_choices(row: dict) -> dict[str, str]:
 def split_answer(answer, choices: dict[str, str], typed: bool = True) -> tuple[str | list[str], str]:
     """Return an answer, and the reasoning before it or "".
 
-    A label (ARC) or an index into the choices (MMLU), also as "2" or 2.0, becomes a letter; but where columns
-    are typed, a text that is a choice itself is kept. The text of a list of texts becomes the list.
+    A label (ARC) or an index into the choices (MMLU), also as "2" or 2.0, becomes a letter; but if columns
+    are typed, a text that is itself a choice is kept. The text of a list of texts becomes the list.
 
-    A solution is split whose last line ends with `#### 72` (GSM8K; of a number with a unit, the number),
-    which has a \\boxed{...} (MATH), of which the last one counts, or which ends with "The answer is: 72." and
-    at most three words in place of 72.
+    A solution is split if its last line ends with `#### 72` (GSM8K; a unit after the number is dropped), if
+    it has a \\boxed{...} (MATH; the last one counts), or if it ends with "The answer is: 72.", with at most
+    three words in place of 72.
     """
     text, labels = str(answer), list(choices)
     name = text.strip().removesuffix(".0")

@@ -17,19 +17,19 @@ OTHER_SPLITS = "other splits: --train_split, --eval_dataset and --eval_split, or
 
 
 def read_rows(source: str | Sequence, split: str, seed: int, columns: dict[str, str]) -> Iterable[dict]:
-    """Return rows as data.read_source does, from more sources and in the forms of published data sets.
+    """Return rows like data.read_source, but from more sources and in more formats.
 
     source   also a .json, .csv or .parquet file; an id on the Hugging Face hub such as "openai/gsm8k:main"
              (name:configuration); "tfds:gsm8k"; "kaggle:owner/name/file.csv"; "countdown"; "guess_letter";
              "reasoning_gym:chain_sum,countdown"
-    split    also another one of a hub, or a part of it such as "train[:90%]"
+    split    also another split on a hub, or a part of it such as "train[:90%]"
     """
     if not isinstance(source, str):
         rows = require_sequence(source)
     elif source in PROBLEMS:
         return PROBLEMS[source](split, seed)
     elif source.startswith(GYM):
-        from sources.gym_tasks import gym_examples        # here: for these tasks alone
+        from sources.gym_tasks import gym_examples        # only for these tasks
 
         return gym_examples(source, split, seed)
     elif source.startswith("tfds:"):
@@ -40,14 +40,14 @@ def read_rows(source: str | Sequence, split: str, seed: int, columns: dict[str, 
         rows = read_file(source)
     else:
         rows = read_hub(source, split)
-    from sources.published_forms import as_published      # here: the built-in problems need none of them
+    from sources.published_forms import as_published      # built-in problems do not need it
 
     features = getattr(rows, "features", None) or {}  # of datasets
     return (as_published(with_types(row, features), columns) for row in rows)
 
 
 def with_types(row, features: dict):
-    """Return a row of datasets with the names of its labels, and 0.1 for a float32 of 0.1."""
+    """Return a row of `datasets` with names in place of label numbers, and 0.1 for a float32 of 0.1."""
     typed = {}
     for name in [name for name in features if row[name] is not None]:
         inner = getattr(features[name], "feature", features[name])               # of a list
@@ -70,7 +70,7 @@ def read_file(path: str) -> Sequence:
 
 
 def read_json(path: str) -> list:
-    """Return the rows of a .json file: a list, or that in {"prompts": [...]}."""
+    """Return the rows of a .json file: a list, or the list in {"prompts": [...]}."""
     content = parse_json(Path(path).read_bytes())
     rows = content.get("prompts") if isinstance(content, dict) else content
     if not isinstance(rows, list):
@@ -79,8 +79,8 @@ def read_json(path: str) -> list:
 
 
 def read_csv(path: str) -> list[dict]:
-    """Return the rows of a .csv file. A cell is text as it stands, 007 and not 7, or None if it is empty."""
-    csv.field_size_limit(2**31 - 1)                       # of a cell, in place of 131072
+    """Return the rows of a .csv file. A cell is unchanged text, 007 and not 7, or None if it is empty."""
+    csv.field_size_limit(2**31 - 1)                       # characters per cell, not 131072
     with open(path, encoding="utf-8-sig", newline="") as file:
         rows = list(csv.DictReader(file, strict=True))
     if any(None in row for row in rows):

@@ -1,4 +1,4 @@
-"""Settings by name: from JSON files and from the run that is resumed."""
+"""Read settings by name, from JSON files and from a run that is resumed."""
 
 import os
 from pathlib import Path
@@ -10,10 +10,10 @@ from sources import GYM
 
 
 def read_settings(path: Path, given: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Read a JSON file of settings as {name: value}, without its sections. Raises ValueError, one line.
+    """Read a JSON file of settings as {name: value}, without sections. Raises ValueError with one line.
 
-    given  flags that override it. With them, the config.json of another user may name code only if they name
-           it too: without this, to resume a run in a shared folder would run any file that it names.
+    given  flags that override the file. If it belongs to another user and names code, the flags must name it
+           too; otherwise resuming a run in a shared folder would run any file that config.json names.
     """
     try:
         settings = parse_json(path.read_bytes())
@@ -31,7 +31,7 @@ def read_settings(path: Path, given: dict[str, Any] | None = None) -> dict[str, 
 
 
 def refuse_foreign_code(path: Path, settings: dict[str, Any]) -> None:
-    """Raise ValueError if settings run code, with the flags to give again."""
+    """Raise ValueError if settings run code. The message has the flags to add."""
     again = []
     for name in "reward_functions", "environment", "trust_remote_code":
         value = settings.get(name, "")
@@ -40,11 +40,11 @@ def refuse_foreign_code(path: Path, settings: dict[str, Any]) -> None:
             again.append(f"--{name} {' '.join(words)}")
     if again:
         raise ValueError(
-            f"{path}: is of another user, and names code; if you trust it, give again {' '.join(again)}")
+            f"{path}: belongs to another user and names code; if you trust it, add {' '.join(again)}")
 
 
 def complete(flags: dict[str, Any]) -> dict[str, Any]:
-    """Return flags with what they imply on a command line: the settings of a resumed run, or a profile."""
+    """Return flags and the settings that they imply on a command line: of a resumed run, or of a profile."""
     if flags.get("resume") and flags.get("output_dir"):
         file = Path(flags["output_dir"]) / "config.json"
         if not file.exists():
@@ -55,17 +55,17 @@ def complete(flags: dict[str, Any]) -> dict[str, Any]:
         profile = "demo" if flags.get("use_grpo") else "demo_supervised"
     values = profile_values(profile, flags.get("batch_size"))
     if str(flags.get("dataset")).startswith(GYM) and "reward_functions" not in flags:
-        from sources.gym_tasks import implied_rewards     # here: for these tasks alone
+        from sources.gym_tasks import implied_rewards     # only for these tasks
 
         values |= implied_rewards(flags["dataset"])
     return values | flags | {"profile": profile}
 
 
 def resumed(config: Config) -> Config:
-    """Return the configuration of a run that Python resumes: its own, and what differs from the defaults."""
+    """Return the configuration of a run that Python resumes: its own, with values that are not defaults."""
     if not config.training.resume:
         return config
     return Config.of(**complete({n: value for n, value in config.flags.items() if value != DEFAULTS[n]}))
 
 
-CONSTANT = {"advantage_epsilon": 1e-8, "value_clip": 0.2}      # settings of other systems that hold here
+CONSTANT = {"advantage_epsilon": 1e-8, "value_clip": 0.2}      # fixed values of settings in other systems

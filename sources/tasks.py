@@ -1,9 +1,9 @@
 """
-Built-in tasks with demonstrations: countdown and a guessing game, beside the addition problems of data.py. No
-file and no network is needed.
+Built-in tasks with demonstrations: countdown and a guessing game, in addition to the addition problems of
+data.py. They need neither files nor a network.
 
-A function here takes a split, "train" or "test", and a seed for the order, and returns examples as in
-data.py. The seed never changes which problems are held out for testing.
+Each function takes a split, "train" or "test", and a seed for the order, and returns examples as in data.py.
+The seed never changes which problems are held out for testing.
 """
 
 import random
@@ -14,9 +14,9 @@ from data import arithmetic, choose_split, demonstration
 def countdown_problems(split: str, seed: int) -> list[dict]:
     """Return problems "make a target of 10 to 99 from three numbers of 1 to 25 with + - * /": 9000 and 1000.
 
-    A problem has the columns `numbers` and `target`, for the reward function of the same name. It has several
+    A problem has the columns `numbers` and `target`, for the reward function countdown. It may have several
     solutions, so there is no column `answer`. Problems are generated from a solution whose intermediate
-    results are positive integers, so each has one.
+    results are positive integers, so each has at least one.
     """
     generator, problems = random.Random("which problems there are"), {}
     while len(problems) < 10_000:
@@ -61,7 +61,7 @@ def guess_letter_games(split: str, seed: int) -> list[dict]:
 
 
 def random_guesses(possible: str, letter: str) -> list[dict]:
-    """Return the messages of a game of guess_letter_games, the policy's and the environment's."""
+    """Return the messages of a game, by the policy and the environment, for guess_letter_games."""
     generator, messages, guess = random.Random(f"{possible} {letter}"), [], ""
     while guess != letter:
         guess = generator.choice(possible)

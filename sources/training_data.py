@@ -1,4 +1,4 @@
-"""Training and held-out examples of a run, and prompts that are too long."""
+"""Load the training and held-out examples of a run, and handle prompts that are too long."""
 
 import random
 from collections import Counter
@@ -18,9 +18,9 @@ BLANK = "", "None", "nan", "[]"                           # cells without a valu
 def load_data(
     config: Config, dataset: Sequence | None = None, eval_dataset: Sequence | None = None
 ) -> tuple[list[dict], list[dict]]:
-    """Return (training examples, held-out examples), from the given examples in place of config's sources.
+    """Return (training examples, held-out examples) from the given examples, or else from config's sources.
 
-    Held-out prompts are removed from the training examples, also if they differ in white space or case.
+    Held-out prompts are removed from the training examples, even if they differ in white space or case.
     """
     data_config, limit = config.data, config.data.eval_limit
     columns = {name: getattr(data_config, f"{name}_column") for name in COLUMNS}
@@ -28,7 +28,7 @@ def load_data(
     source = data_config.dataset if dataset is None else dataset
     held_out_source = (data_config.eval_dataset or None) if eval_dataset is None else eval_dataset
     if held_out_source is None and isinstance(source, str) and Path(source).suffix not in SUFFIXES:
-        held_out_source = source                          # another split of it
+        held_out_source = source                          # another split
     examples, held_out = load_examples(source, data_config.train_split, **options), []
     if limit and held_out_source is not None:
         held_out = load_examples(held_out_source, data_config.eval_split, limit=limit, **options)
@@ -58,7 +58,7 @@ def instructed(example: dict, instruction: str) -> dict:
 
 
 def leave_out_rejected(examples: list[dict], named: set[str], notify: Callable) -> list[dict]:
-    """Return the examples without completions of which the column label is false: unpaired preferences.
+    """Remove examples with a completion whose column label is false (unpaired preferences).
 
     named  columns that are parameters of reward functions or an environment; label is added
     """
@@ -68,21 +68,21 @@ def leave_out_rejected(examples: list[dict], named: set[str], notify: Callable) 
     if len(kept) < len(examples):
         named.add("label")
         rejected = len(examples) - len(kept)
-        notify(f"  note   {rejected} of {len(examples)} completions have a false label: left out")
+        notify(f"  note   {rejected} of {len(examples)} completions have a false label and are not used")
     if not kept:
         raise ValueError("--dataset: the label of all completions is false; correct the column label")
     return kept
 
 
 def note_unused(examples: list[dict], named: set[str], tokenizer, notify: Callable) -> None:
-    """Print which columns nothing reads, and which entries of messages the chat template does not write."""
+    """Print the columns that nothing reads, and the entries of messages that the template does not render."""
     unused, unwritten_of = Counter(), {}
     for example in examples:
         unused.update(name for name, value in unread(example, named) if str(value) not in BLANK)
         completion = example.get("completion")
         messages = as_messages(example["prompt"]) + (completion if isinstance(completion, list) else [])
         for number, message in enumerate(messages):
-            kind = (message["role"], *message)            # tried once
+            kind = (message["role"], *message)            # each kind is tried once
             if len(message) > 2 and kind not in unwritten_of:
                 unwritten = {*unwritten_entries(tokenizer, messages, number)}
                 unwritten_of[kind] = unwritten - {"role", "content"}
@@ -97,7 +97,7 @@ def note_unused(examples: list[dict], named: set[str], tokenizer, notify: Callab
 
 
 def unread(example: dict, named: set[str]) -> list[tuple]:
-    """Return the columns and values of an example that were not read, without those that are named."""
+    """Return the columns and values of an example that were not read and are not named."""
     known = named.union(getattr(example, "read", example))
     return [(name, value) for name, value in example.items() if name not in known]
 
@@ -114,7 +114,7 @@ def fit_prompts(
     lengths = [len(encode_prompt(tokenizer, prompt_of(tokenizer, example))) for example in examples]
     rendered = [e["prompt"] for e in examples if tokenizer.chat_template or not isinstance(e["prompt"], str)]
     if cleaned := sum(without_special_tokens(tokenizer, m) != m for m in map(as_messages, rendered)):
-        notify(f"{cleaned} of {len(examples)} prompts have the text of special tokens: it is taken out")
+        notify(f"{cleaned} of {len(examples)} prompts have the text of special tokens, which is removed")
     too_long = [i for i, length in enumerate(lengths) if length > limit]
     if too_long and config.data.long_prompts == "error":
         raise ValueError(
@@ -122,7 +122,7 @@ def fit_prompts(
             f"{examples[too_long[0]]['prompt']!r:.40} with {lengths[too_long[0]]} tokens; raise it to "
             f"{max(lengths)}, or pass --long_prompts drop")
     if too_long:
-        notify(f"{len(too_long)} of {len(examples)} prompts have more than {limit} tokens: drop")
+        notify(f"{len(too_long)} of {len(examples)} prompts have more than {limit} tokens and are dropped")
     kept = [(example, n) for example, n in zip(examples, lengths, strict=True) if n <= limit]
     if examples and not kept:
         raise ValueError(f"--max_prompt_length={limit} --long_prompts drop: no prompt is left")
@@ -138,8 +138,8 @@ def validate_demonstrations(config: Config, dataset: Sequence[dict]) -> None:
     if without:
         raise ValueError(
             f"--dataset={config.data.dataset}: no completion for {without} of {len(dataset)} examples, which "
-            "supervised steps need; name a --completion_column, take conversations (--prompt_column "
-            "messages), or pass --use_grpo --cold_start_steps 0 to learn from rewards alone")
+            "supervised steps need; name a --completion_column, use conversations (--prompt_column "
+            "messages), or pass --use_grpo --cold_start_steps 0 to train on rewards only")
 
 
 def refuse_long_demonstrations(
@@ -154,7 +154,7 @@ def refuse_long_demonstrations(
         if positions and length > positions:
             raise ValueError(
                 f"--dataset={config.data.dataset}: example {number} and its completion have {length} tokens, "
-                f"and the model {positions} positions; leave it out, or shorten it")
+                f"but the model has {positions} positions; remove or shorten it")
 
 
 def prompt_key(prompt) -> str:

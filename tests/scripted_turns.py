@@ -10,4 +10,4 @@ def run_scripted_turns(conversation, turns):
         if message is None or number == len(turns):
             break
         conversation.messages.append(message)
-    return conversation.messages[conversation.num_prompt_messages :], total + conversation.final_points()
+    return conversation.messages[conversation.num_prompt_messages :], total + conversation.final_reward()

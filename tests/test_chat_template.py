@@ -181,7 +181,7 @@ def test_a_demonstration_with_calls_is_written_by_the_template_or_refused(base, 
     (example,) = load_examples([{"messages": [ASKED, said(AS_TEXT)]}])
     assert tokenizer.decode(encode_turns(tokenizer, [ASKED], example["completion"], stops)[0]) == '<call>add {"a": 1}<|im_end|>'
     tokenizer.chat_template = CALLS.replace("{% for m in messages %}", "{% for m in messages[-1:] %}")
-    with pytest.raises(ValueError, match="the prompt leaves out the user's message"):
+    with pytest.raises(ValueError, match="the prompt lacks the user's message"):
         encode_turns(tokenizer, [ASKED], [said(CALL, content="I look.")], stops)
 
 

@@ -48,7 +48,7 @@ COPIED = {                      # what to copy -> a program that calls it
     "completion_log_probs": MODEL + """
 from logprobs import completion_log_probs
 ids, mask = torch.tensor([[5, 6, 7], [8, 9, 1]]), torch.ones(2, 3, dtype=torch.bool)
-rollout = SimpleNamespace(prompt_ids=ids[:1], prompt_mask=mask[:1], completion_ids=ids, completion_mask=mask, distribution={})
+rollout = SimpleNamespace(prompt_ids=ids[:1], prompt_mask=mask[:1], completion_ids=ids, completion_mask=mask, sampling_params={})
 logits = model(torch.cat([ids[:1].expand(2, 3), ids], dim=1)).logits[:, 2:-1]
 torch.testing.assert_close(completion_log_probs(model, rollout).logp, logits.log_softmax(-1).gather(-1, ids[..., None])[..., 0])""",
     "sample_completions_for_prompts": MODEL + """
@@ -94,8 +94,8 @@ def test_core_files_import_core_files_and_libraries_alone():
 
 
 @pytest.mark.parametrize("options,message", [
-    (dict(model_path="some/model"), "--model_path=some/model: this loads folders of float32 weights"),
-    (dict(model_path=".", lora_rank=4), "--lora_rank=4: this loads"), (dict(model_path=".", precision="bfloat16"), "--precision=bfloat16: this loads"),
+    (dict(model_path="some/model"), "--model_path=some/model: only folders of float32 weights are supported"),
+    (dict(model_path=".", lora_rank=4), "--lora_rank=4: only folders"), (dict(model_path=".", precision="bfloat16"), "--precision=bfloat16: only folders"),
 ])
 def test_what_the_core_cannot_load_is_refused_in_one_line(options, message):
     with pytest.raises(ValueError, match=f"^{message}.*$"):

@@ -106,7 +106,7 @@ def test_bos_comes_once_with_and_without_a_chat_template(tokenizer, chat_tokeniz
 
 def test_a_template_that_refuses_a_prompt_says_so_in_one_line(chat_tokenizer):
     chat_tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"
-    with pytest.raises(ValueError, match=r"refuses the prompt.*System role not supported"):
+    with pytest.raises(ValueError, match=r"rejects the prompt.*System role not supported"):
         encode_prompt(chat_tokenizer, [{"role": "system", "content": "s"}])
 
 
@@ -131,7 +131,7 @@ def test_a_message_that_the_rendered_prompt_leaves_out_is_one_line(chat_tokenize
     if lost is None:
         encode_prompt(chat_tokenizer, messages)
     else:
-        with pytest.raises(ValueError, match=f"^the prompt leaves out the {re.escape(lost)}: the chat template does not write its role; .* --chat_template$"):
+        with pytest.raises(ValueError, match=f"^the prompt lacks the {re.escape(lost)}: the chat template does not write its role; .* --chat_template$"):
             encode_prompt(chat_tokenizer, messages)
 
 
@@ -189,7 +189,7 @@ def test_a_prompt_that_ends_with_the_assistant_has_no_other_completion():
     assert load_examples([{"prompt": prompt}, {"prompt": prompt, "completion": "It is"}]) == [
         {"prompt": [USER], "completion": "It is"}] * 2
     for given in prompt, [USER, message("assistant", None)]:
-        with pytest.raises(ValueError, match=r"dataset: example 1: a completion, and a prompt that ends with one; leave one out$"):
+        with pytest.raises(ValueError, match=r"dataset: example 1: there is a completion, and the prompt ends with another one; remove one$"):
             load_examples([{"prompt": given, "completion": " 2"}])
     assert load_examples([{"prompt": prompt, "answer": "so\n#### 2"}]) == [{"prompt": [USER], "completion": "It is", "answer": "2"}]
 

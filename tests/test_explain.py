@@ -34,7 +34,7 @@ def explained(folder, capsys, *flags, body="len(c)"):
 
 def test_a_group_that_is_not_tied_is_searched_for_and_its_absence_is_reported(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(explain, "BATCHES", 3)
-    with pytest.raises(ValueError, match="all groups of 3 batches are tied, nothing to learn"):
+    with pytest.raises(ValueError, match="all groups of 3 batches have zero variance"):
         explained(tmp_path, capsys, body="1.0")
     calls, sample = [], train.sample_groups
     lengths = torch.tensor([[1.0, 2.0, 3.0, 3.0]])
@@ -45,7 +45,7 @@ def test_a_group_that_is_not_tied_is_searched_for_and_its_absence_is_reported(tm
 
     monkeypatch.setattr(train, "sample_groups", tied_at_first)
     printed = explained(tmp_path, capsys, body="1.0")
-    assert len(calls) == 2 and "0 of 1 groups of batch 2 are tied" in printed
+    assert len(calls) == 2 and "0 of 1 groups in batch 2 have zero variance" in printed
     assert repr(calls[1].examples[0]["prompt"]) in printed and "gradient norm" in printed
 
 
@@ -54,7 +54,7 @@ def test_the_next_step_of_a_run_is_explained_and_a_finished_one_is_not(tmp_path,
     train.main([*QUICK, "--output_dir", str(tmp_path / "out"), *FLAGS, "--reward_functions", reward_file(tmp_path, "len(c)"),
                 "--max_steps", "4", "--save_steps", "3"])
     resume = ["--output_dir", str(tmp_path / "out"), "--resume"]
-    with pytest.raises(ValueError, match="this run is finished"):
+    with pytest.raises(ValueError, match="this run is complete"):
         explain.main(resume)
     capsys.readouterr()
     shutil.rmtree(tmp_path / "out/checkpoints/step-00000004")
@@ -102,14 +102,14 @@ def test_every_table_by_hand(tmp_path, capsys, tables):
     prompts = [example["prompt"] for example in examples]
     whole = run.policy.sample(prompts, run.config.grpo, [(0, 0, 0, p) for p in range(3)])
     texts, rows = whole.completions[4:8], range(4, 8)
-    assert "1 of 3 groups of batch 1 are tied; here is group 1\n" in printed
+    assert "1 of 3 groups in batch 1 have zero variance; this is group 1\n" in printed
     assert f"prompt: {prompts[1]!r}, answer: {examples[1]['answer']!r}" in printed
 
     head, lines = tables["1"]
     logp = [whole.sampling_logp[row][whole.completion_mask[row]] for row in rows]
     assert lines == [
         [str(g), repr(texts[g]), str(len(logp[g])), f"{sum(logp[g].tolist()):.3f} nat",
-         "itself" if run.policy.tokenizer.eos_token_id in whole.completion_ids[row] else "at the limit"]
+         "stop token" if run.policy.tokenizer.eos_token_id in whole.completion_ids[row] else "length limit"]
         for g, row in enumerate(rows)]
 
     head, lines = tables["2"]
@@ -126,7 +126,7 @@ def test_every_table_by_hand(tmp_path, capsys, tables):
     for g, line in enumerate(lines):
         wanted = [g, first[g], second[g], rewards[g], points[g], advantages[g]]
         assert list(map(float, line)) == pytest.approx(wanted, abs=0.0051)
-    assert "A by baseline group_mean, scale group" in printed
+    assert "A: baseline group_mean, scale group" in printed
 
     order = sorted(range(4), key=lambda g: -advantages[g])
     picked = []
@@ -155,7 +155,7 @@ def test_every_table_by_hand(tmp_path, capsys, tables):
     names, values = zip(*tables["4"][1])
     assert names == ("policy_loss", "kl_term", "entropy_term", "total_loss")
     assert [*map(float, values)] == pytest.approx([*terms, sum(terms)], abs=2e-6)
-    assert f"dr_grpo: constant of the losses of {sum(map(len, logp))} tokens, weights from 0.0208 to 0.0208\n" in printed, "1 / 48"
+    assert f"dr_grpo: constant of the losses of {sum(map(len, logp))} tokens, with weights from 0.0208 to 0.0208\n" in printed, "1 / 48"
     assert "learning rate 5e-05\n" in printed, "of this step, not of the next one"
 
     became = [(float(line[1]), float(line[2]), float(line[3]), float(line[4].removesuffix(" nat"))) for line in tables["7"][1]]
@@ -167,7 +167,7 @@ def test_every_table_by_hand(tmp_path, capsys, tables):
 def test_a_value_head_gives_each_token_its_own_advantage_and_the_loss_a_term(tmp_path, capsys, tables):
     """Also after a cold start. Nothing is written."""
     printed = explained(tmp_path, capsys, "--use_value_head", "--cold_start_steps", "2")
-    assert "A by value head" in printed and not (tmp_path / "out").exists()
+    assert "A: value head" in printed and not (tmp_path / "out").exists()
     names, values = zip(*tables["4"][1])
     assert names == ("policy_loss", "value_term", "total_loss") and float(values[2]) == pytest.approx(float(values[0]) + float(values[1]), abs=2e-6)
     mask = torch.tensor([[True, True, False], [False] * 3])
@@ -186,6 +186,6 @@ def test_a_cold_start_is_taken_in_part_and_grpo_begins_anew(tmp_path, capsys, mo
 
     monkeypatch.setattr(train, "supervised_training_step", step)
     explain.train_until_grpo(run)
-    assert "first 2 supervised steps of cold_start" in capsys.readouterr().out
+    assert "taking 2 supervised steps of cold_start first" in capsys.readouterr().out
     assert len(batches) == 2 and batches[0] != batches[1]
     assert run.phase.name == "grpo" and run.progress.phase_step == 0

@@ -71,7 +71,7 @@ def test_answers_do_not_wait_for_the_check_of_packing_and_are_marked_if_truncate
     printed = capsys.readouterr()
     assert printed.out.count("(truncated at --generation_max_length=2)\n") == 3 and printed.err == ""
     infer.main(flags)
-    assert "no --model_path: this is the built-in model with random weights" in capsys.readouterr().err
+    assert "no --model_path: using the built-in model with random weights" in capsys.readouterr().err
 
 
 def test_a_model_that_only_answers_is_frozen_and_stored_in_the_precision_it_computes_in(folder, monkeypatch):
@@ -240,7 +240,7 @@ def test_an_answer_form_that_no_completion_has_is_mentioned(folder, scripted, ca
     for text, noted in ("The sum is 7.", True), ("<answer>x</answer>", False):
         scripted[:] = [text]
         infer.main(["--model_path", folder, *SUMS])
-        assert (capsys.readouterr().err == "no completion has an <answer>...</answer>: ask for it with --instruction\n") == noted
+        assert (capsys.readouterr().err == "no completion has an <answer>...</answer>: request it with --instruction\n") == noted
 
 
 # ---- mistakes and defaults ------------------------------------------------------------------------------------------
@@ -252,14 +252,14 @@ def test_an_answer_form_that_no_completion_has_is_mentioned(folder, scripted, ca
     ("--question q --json a.json", "--json and --reward_functions: need --evaluate"),
     ("--question q --reward_functions countdown", "--json and --reward_functions: need --evaluate"),
     ("--question q --generation_top_p 2", "--generation_top_p=2.0: must be above 0"),
-    ("--question q --max_turns 3", "no environment continues the conversation"),
+    ("--question q --max_turns 3", "there is no environment to continue the conversation"),
     ("--question q --precision float8", "--precision=float8: choose one of"),
     ("--evaluate arithmetic --samples 0", "--samples=0: must be at least 1"),
     ("--evaluate arithmetic --limit -1", "--limit=-1: must be at least 0"),
     ("--evaluate arithmetic --split foo", "split=foo: built-in problems have the splits train and test"),
     ("--evaluate arithmetic --json {tmp}/no/such.json", "No such file or directory: '.*/no/such.json'"),
     ("--evaluate {tmp}/bare.jsonl --json {tmp}/link.jsonl", "link.jsonl: is the file of the problems"),
-    ("--evaluate {tmp}/bare.jsonl", "no example has an answer; name its column with --answer_column, or --reward_functions that need none"),
+    ("--evaluate {tmp}/bare.jsonl", "no example has an answer; name its column with --answer_column, choose --reward_functions that need none"),
     ("--evaluate {tmp}/bare.jsonl --reward_functions correctness countdown", "countdown: needs the column numbers"),
     ("--evaluate {tmp}/object.jsonl", "the answers in .*object.jsonl are objects; name a field: --answer_column answer.truth"),
     ("--evaluate {tmp}/bare.jsonl --environment {tmp}/mine.py:respond --max_turns 2 --json x", "mine.py:respond: needs the column level"),

@@ -151,7 +151,7 @@ def test_a_weight_that_is_not_sent_ends_the_run_in_the_first_step(tmp_path, monk
     whole = vllm_engine.checkpoint_weights
     monkeypatch.setattr(vllm_engine, "checkpoint_weights", lambda *args, **options: (
         pair for pair in whole(*args, **options) if pair[0] != left_out))
-    with pytest.raises(RatioError, match=r"^first ratios must be 1, but differ from it by .* than the trainer; see docs/troubleshooting\.md\.$"):
+    with pytest.raises(RatioError, match=r"^first ratios must be 1, but differ from 1 by .* probabilities; see docs/troubleshooting\.md\.$"):
         train.train(parse_config([*RUN, "--output_dir", str(tmp_path / "run")]))
     assert [line["phase"] for line in read_jsonl(tmp_path / "run/metrics.jsonl")] == ["eval"]
 
@@ -159,7 +159,7 @@ def test_a_weight_that_is_not_sent_ends_the_run_in_the_first_step(tmp_path, monk
 def test_a_base_model_that_is_sampled_although_an_adapter_trains_ends_the_run(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(vllm_engine, "adapted_weights", lambda model: {})
     flags = ["--lora_rank", "4", "--cold_start_steps", "2", "--cold_start_learning_rate", "1e-2", "--output_dir", str(tmp_path / "run")]
-    with pytest.raises(RatioError, match="first ratios must be 1, but differ from it by"):
+    with pytest.raises(RatioError, match="first ratios must be 1, but differ from 1 by"):
         train.train(parse_config([*RUN, *flags]))
     printed = " ".join(capsys.readouterr().out.split())
     assert "saved to" in printed and "--resume" in printed

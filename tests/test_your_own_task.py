@@ -53,7 +53,7 @@ def test_every_command_of_the_page_runs(ran):
 
 
 def test_the_linter_says_what_the_page_says(ran):
-    printed = [output for _, _, output in ran[1] if "| points |" in output]
-    assert len(printed) == 2 and "\n- no less than gold" in printed[0] and "\n- " not in printed[1]
+    printed = [output for _, _, output in ran[1] if "| reward |" in output]
+    assert len(printed) == 2 and "\n- not less than gold" in printed[0] and "\n- " not in printed[1]
     lines = [line for output in printed for line in output.splitlines() if line.startswith(("|", "- "))]
     assert set(lines) <= set(PAGE.splitlines())

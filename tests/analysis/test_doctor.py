@@ -46,20 +46,20 @@ def fall(t):                    # of ten rollouts, from 1 to 0
 GENERATED = {                   # lines, the findings, words in the first one
     "collapse in ten rollouts": (
         changed(lambda t, line: {"reward/correctness": 0.97 * fall(t), "mean_reward": 0.18 + 1.03 * fall(t), "tied_groups": 0.3},
-                start=0.97, end=0.97), ["collapse"], "fell from 1.27, its best, to 0.18: begin a run from a checkpoint"),
+                start=0.97, end=0.97), ["collapse"], "fell from its maximum, 1.27, to 0.18: start a run from an earlier checkpoint"),
     "a collapse of what was gained": (
         [line | {"mean_reward": -1 + 0.02 * (t if t < 50 else max(0, 100 - t))} for t, line in enumerate(healthy(1))], ["collapse"], ""),
     "entropy x 0.97 a rollout": (changed(lambda t, line: {"entropy": line["entropy"] * 0.97**t}), ["entropy"], "--entropy_coef 0.01"),
     "length hacking": (
         changed(lambda t, line: {"completion_tokens": min(250, 23 * 1.03**t), "truncated": min(0.9, t / 100),
-                                 "mean_reward": line["mean_reward"] + t / 100}), ["length"], "from 23 to 250 tokens, and no more are right"),
+                                 "mean_reward": line["mean_reward"] + t / 100}), ["length"], "from 23 to 250 tokens, but no more of them are right"),
     "reward without right answers": (
         changed(lambda t, line: {"mean_reward": line["mean_reward"] + t / 60, "reward/correctness": max(0, line["reward/correctness"] - t / 800),
                                  "reward/reasoning_coherence": 0.3 + t / 60}), ["reward_hacking"], "reward/correctness fell from 0.5"),
     "no group has a gradient": (
         changed(lambda t, line: {"tied_groups": 1.0, "tied_right_groups": 0.0, "entropy": None, "reward/correctness": 0.0, "mean_reward": 0.3},
-                start=0.02, end=0.0), ["ties"], "take easier problems"),
-    "nearly all are right": (healthy(2, 300, 0.3, 1.0), ["ties"], "all right (mean_reward 1.27): take harder problems"),
+                start=0.02, end=0.0), ["ties"], "use easier problems"),
+    "nearly all are right": (healthy(2, 300, 0.3, 1.0), ["ties"], "are right (mean_reward 1.27): use harder problems"),
     "NaN from the start": ([{"skipped": 1, "mean_reward": 0.5}] * 12, ["not_finite"], "--learning_rate (now 5e-06)"),
     "a reward that scores nothing": ([{"unscored": 1.0, "mean_reward": None}] * 20, ["unscored"], "reward_errors.jsonl"),
     "a short limit": (
@@ -97,7 +97,7 @@ def test_ties_are_usual_with_a_value_head_and_a_run_with_a_teacher_alone_is_not_
 def test_equal_rewards_near_the_top_of_their_range_ask_for_harder_problems(rewards, weights, advice):
     flags = dict(reward_functions=["mine.py:own"] * max(1, len(weights)), reward_weights=weights)
     lines = [{"mean_reward": reward, "tied_groups": 1.0} for reward in (rewards if isinstance(rewards, tuple) else [rewards]) for _ in range(10)]
-    assert f"take {advice} problems" in findings(lines, **flags)["ties"]
+    assert f"use {advice} problems" in findings(lines, **flags)["ties"]
 
 
 def test_entropy_may_fall_and_completions_may_grow_where_more_are_right():

@@ -53,9 +53,9 @@ def curves_of(axes):
 
 def test_curves_have_every_step_with_a_number_the_interval_and_the_start_of_a_phase(tmp_path, monkeypatch):
     panels = panels_of(monkeypatch, fake_run(tmp_path / "run"))
-    assert list(panels) == ["reward (points)", "held out (share), 95 % interval", "groups and completions (share)", "length (tokens)",
+    assert list(panels) == ["reward", "held out (share), 95 % interval", "groups and completions (share)", "length (tokens)",
                             "policy (nat/token)", "KL (nat/token)", "time (s)"]
-    rewards = curves_of(panels["reward (points)"])
+    rewards = curves_of(panels["reward"])
     assert rewards == {"mean_reward": [(step, step / 12) for step in range(2, 13)], "reward/correctness": [(step, 0.5) for step in range(2, 13)]}
     assert curves_of(panels["KL (nat/token)"]) == {"kl": [(step, 0.01) for step in range(2, 13) if step != 3]}
     held_out = panels["held out (share), 95 % interval"]

@@ -28,10 +28,10 @@ def linted(model, tokenizer):
 
 
 @pytest.mark.parametrize("function,flag", [
-    (lambda completions, **columns: [-float(len(c)) for c in completions], "no less than gold (-"),
-    (lambda completions, answer, **columns: [float(a in c) for c, a in zip(completions, answer)], "no less than gold (1.00) earn: spam (1.00)"),
-    (lambda completions, **columns: [float("..." in c) for c in completions], "more than wrong (0.00) earn: form (1.00)"),
-    (lambda completions, **columns: [0.5 for c in completions], "every completion earns 0.5: nothing can be learned from that"),
+    (lambda completions, **columns: [-float(len(c)) for c in completions], "not less than gold (-"),
+    (lambda completions, answer, **columns: [float(a in c) for c, a in zip(completions, answer)], "not less than gold (1.00): spam (1.00)"),
+    (lambda completions, **columns: [float("..." in c) for c in completions], "more than wrong (0.00): form (1.00)"),
+    (lambda completions, **columns: [0.5 for c in completions], "every completion gets 0.5, so all advantages would be 0"),
     (correctness, ""),
 ])
 def test_what_is_odd_is_flagged(linted, function, flag):
@@ -47,8 +47,8 @@ def test_flags_are_those_of_the_weighted_sum(linted):
     assert table[-3:] == [
         "| `correctness` | 1.00 | 0.00 | 0.00 | 0.00 | 0.00 | 1.00 |", "| `brief` | 0.00 | 1.00 | 0.00 | 0.00 | 0.00 | 0.00 |",
         "| `total` | 1.00 | 2.00 | 0.00 | 0.00 | 0.00 | 1.00 |"]
-    assert flags == ["no less than gold (1.00) earn: empty (2.00)", "more than wrong (0.00) earn: empty (2.00)"]
-    assert linted(correctness, brief, weights=[1.0, 0.5])[1] == ["more than wrong (0.00) earn: empty (0.50)"]
+    assert flags == ["not less than gold (1.00): empty (2.00)", "more than wrong (0.00): empty (2.00)"]
+    assert linted(correctness, brief, weights=[1.0, 0.5])[1] == ["more than wrong (0.00): empty (0.50)"]
 
 
 @pytest.mark.parametrize("example,wrong", [
@@ -78,21 +78,21 @@ BUGS = {                        # of published rewards: source, answers, demonst
         """from rewards import extract_answer
 def reward(completions, answer, **columns):
     return [1.0 if "$" not in a else float(a == extract_answer(c)) for c, a in zip(completions, answer)]
-""", "x = {} or 5", "<reasoning>so</reasoning><answer>{}</answer>", "every completion earns 1: nothing can be learned"),
+""", "x = {} or 5", "<reasoning>so</reasoning><answer>{}</answer>", "every completion gets 1, so all advantages"),
     "unslothai/unsloth#1761, huggingface/open-r1#237: the form may have no newlines": (
         """import re
 def reward(completions, **columns):
     return [float(bool(re.match("<reasoning>.*?</reasoning>.*?<answer>.*?</answer>", c))) for c in completions]
-""", "{}", "<reasoning>a and b</reasoning><answer>{}</answer>", "gold with a newline in it earns less (0.00) than without (1.00)"),
+""", "{}", "<reasoning>a and b</reasoning><answer>{}</answer>", "gold with a newline in it gets less (0.00) than without (1.00)"),
     "the answer counts anywhere": (
         """def reward(completions, answer, **columns):
     return [float(a in c) for c, a in zip(completions, answer)]
-""", "{}", "<reasoning>so</reasoning><answer>{}</answer>", "no less than gold (1.00) earn: spam (1.00)"),
+""", "{}", "<reasoning>so</reasoning><answer>{}</answer>", "not less than gold (1.00): spam (1.00)"),
     "the answer counts in any box": (
         r"""import re
 def reward(completions, answer, **columns):
     return [float(a in re.findall(r"boxed{\s*(.*?)\s*}", c)) for c, a in zip(completions, answer)]
-""", "{}", "so \\boxed{{{}}}.", "no less than gold (1.00) earn: spam (1.00)"),
+""", "{}", "so \\boxed{{{}}}.", "not less than gold (1.00): spam (1.00)"),
 }
 
 
@@ -136,10 +136,10 @@ def test_check_scores_as_many_examples_as_it_says_and_none_of_conversations(caps
         "def count(completions, **columns):\n    print('called with', len(completions))\n    return [0.0] * len(completions)\n"
         "def fussy(completions, **columns):\n    raise KeyError('level')\n")
     printed = check(capsys, tmp_path, "--reward_functions", f"{tmp_path}/own.py:count")
-    assert printed.count("called with") == 1 and f"called with {6 * EXAMPLES}\n" in printed and printed.endswith("the start-up check is ok\n")
+    assert printed.count("called with") == 1 and f"called with {6 * EXAMPLES}\n" in printed and printed.endswith("the start-up check has passed\n")
     (tmp_path / "data.jsonl").write_text('{"prompt": "2*2?\\nA. 3\\nB. 4", "answer": "4"}\n' * 20)
     assert "- 20 of 20 answers are numbers while" in check(capsys, tmp_path, "--dataset", f"{tmp_path}/data.jsonl", "--eval_limit", "0", "--cold_start_steps", "0")
-    assert "| points |" not in check(capsys, tmp_path, *"--environment calculator --max_turns 2 --reward_functions environment".split())
+    assert "| reward |" not in check(capsys, tmp_path, *"--environment calculator --max_turns 2 --reward_functions environment".split())
     with pytest.raises(SystemExit) as stop:
         check(capsys, tmp_path, "--reward_functions", f"{tmp_path}/own.py:fussy")
     assert stop.value.code == 1 and "reward function fussy raised KeyError: 'level'" in capsys.readouterr().err

@@ -80,7 +80,7 @@ def test_when_memory_runs_out_passes_have_half_the_tokens_and_results_are_the_sa
     policy.max_tokens, passes[:] = 150, []
     assert policy.forward_backward(batch, supervised_loss) == pytest.approx(losses, rel=1e-5)
     assert (gradient(model) - once).norm() < 1e-5 * once.norm()
-    line = "out of memory: --max_tokens_per_forward 150 -> 75, and once more"
+    line = "out of memory: --max_tokens_per_forward 150 -> 75, trying again"
     assert seen == [("max_tokens_per_forward", 75, line)] * 2
     policy.max_tokens, passes[:] = 150, []
     with pytest.raises(MemoryError):                      # a repeat would lose the gradient of the first batch
@@ -173,7 +173,7 @@ def test_the_sampler_of_the_page_trains_and_evaluates_and_a_run_that_is_resumed_
 
 def test_an_engine_that_does_not_call_reply_is_refused_with_an_environment(model, tokenizer, settings):
     model.generation_config.eos_token_id = list(range(1, 200))
-    with pytest.raises(RunError, match="the policy's sample does not call reply: an environment needs that"):
+    with pytest.raises(RunError, match="the policy's sample does not call reply, which an environment needs"):
         sample_with_environment(of_the_page()(model, tokenizer), guess_letter, [{"prompt": "p", "answer": "x"}], settings, [0])
 
 

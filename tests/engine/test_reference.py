@@ -106,5 +106,5 @@ def test_a_teacher_that_reads_other_tokens_is_refused_before_the_policy_is_loade
     vocabulary["model"]["vocab"] |= {first: 101, second: 100}
     (other / "tokenizer.json").write_text(json.dumps(vocabulary))
     monkeypatch.setattr("runs.setup.load_any_policy", lambda *args, **kwargs: pytest.fail("loaded"))
-    with pytest.raises(ValueError, match=r"--reference_path=.*other: 2 of 263 tokens are others there \(.* is 10[01] here and 10[01] there\)"):
+    with pytest.raises(ValueError, match=r"--reference_path=.*other: 2 of 263 tokens differ there \(.* is 10[01] here and 10[01] there\)"):
         set_up(run_of(tmp_path, other))

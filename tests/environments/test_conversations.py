@@ -156,7 +156,7 @@ def test_a_demonstration_with_several_turns_is_learned_where_the_assistant_speak
     rollout = demonstrations_as_rollout(model, tokenizer, examples, encode=encode_turns)
     assert rollout.completion_mask.tolist() == [spoken, [True] * 2 + [False] * 6]
     assert encode_turns(tokenizer, "p", "ab", [1])[0] == encode_completion(tokenizer, "ab", [1])
-    with pytest.raises(ValueError, match=r"is no text: pass encode_turns of environments.messages$"):
+    with pytest.raises(ValueError, match=r"is not text: pass encode_turns of environments.messages$"):
         demonstrations_as_rollout(model, tokenizer, examples)
 
 
@@ -198,7 +198,7 @@ def test_an_enormous_message_is_cut_and_says_so(tokenizer, settings):
 @pytest.mark.parametrize("answer,message", [
     (lambda: 1 / 0, "ZeroDivisionError: division by zero"), (lambda: "", "not text, a message with text"),
     (lambda: " \n", "not text, a message with text"), (lambda: 7, "returned 7, not text"), (lambda: {"content": "x"}, "not text, a message"),
-    (lambda: {"role": "assistant", "content": "x"}, "not the assistant's"), (lambda: ("x", math.nan), "gave nan points"),
+    (lambda: {"role": "assistant", "content": "x"}, "not the assistant's"), (lambda: ("x", math.nan), "gave a reward of nan"),
     (lambda: ("x", "y"), "TypeError"), (lambda: ("x", 1, 2), "TypeError"),
 ])
 def test_an_environment_that_misbehaves_is_named_or_its_conversation_unscored(model, tokenizer, settings, answer, message):

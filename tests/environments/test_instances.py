@@ -207,7 +207,7 @@ BAD = {                         # and what is said about the lost conversation
     "raises in reset": (bad("reset", lambda: throw(KeyError("x"))), "raised KeyError: 'x'"),
     "returns a number from reset": (bad("reset", lambda: 7), "reset returned 7, neither text nor None"),
     "hangs in a tool": (bad("say", never), "no result within 0.3 s .*; after turn [12]"),
-    "gives no number": (bad("x", None, reward=property(lambda self: math.nan if self.bad else 0.0)), "gave nan points"),
+    "gives no number": (bad("x", None, reward=property(lambda self: math.nan if self.bad else 0.0)), "gave a reward of nan"),
     "hangs in close": (bad("close", never), ""),
 }
 
@@ -263,7 +263,7 @@ def test_when_memory_runs_out_instances_are_closed_and_begun_again(model, tokeni
     monkeypatch.setattr(Shared, "sample_batches", short_of_memory)
     again = sample(model, tokenizer, settings, Parrot)
     assert again.completions == expected.completions and torch.equal(again.turn_points, expected.turn_points)
-    assert capsys.readouterr().out == "out of memory: --generation_batch_size 8 -> 4, and once more\n"
+    assert capsys.readouterr().out == "out of memory: --generation_batch_size 8 -> 4, trying again\n"
     Quiet.born = Quiet.closed = 0
     rollout = sample(model, tokenizer, settings, bad("x", None, reset=lambda self, **columns: f" group {(Quiet.born - 1) // 4}"))
     assert (Quiet.born, Quiet.closed) == (16, 8)

@@ -44,7 +44,7 @@ def test_the_last_paragraph_says_what_was_learned(finished, capsys):
     RunConsole(parse_config(["--use_grpo"]), quiet=False).print_summary(finished, lines, ["a finding"])
     printed = capsys.readouterr().out.splitlines()
     evaluations = [line for line in lines if line["phase"] == "eval"]
-    start = printed.index("what was learned, on held-out problems:") + 1
+    start = printed.index("results on held-out problems:") + 1
     names = "untrained", "after the cold start", "after GRPO"
     for line, name, measured in zip(printed[start : start + 3], names, evaluations, strict=True):
         assert line.split("accuracy")[0].strip() == name and f"accuracy {measured['eval_accuracy']:.3f} [" in line and len(line) <= 80
@@ -58,7 +58,7 @@ def test_the_last_paragraph_says_what_was_learned(finished, capsys):
 ])
 def test_a_completion_is_one_line_and_cannot_control_the_terminal(base, capsys, prompt, completion, shown):
     base.folder.console.print_completions([dict(prompt=prompt, completion=completion, reward=1.0, advantage=0.5)])
-    assert f"  {shown}: +1.00 points\n" in capsys.readouterr().out
+    assert f"  {shown}: reward +1.00\n" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -68,10 +68,10 @@ def test_held_out_points_of_ones_own_reward_have_an_interval(tmp_path, capsys):
     line = [line for line in read_jsonl(folder / "metrics.jsonl") if line["phase"] == "eval"][-1]
     low, mean, high = (line[f"eval_{name}/length"] for name in ("reward_low", "reward", "reward_high"))
     assert low < mean < high
-    printed, shown = capsys.readouterr().out, f"length {mean:.3f} [{low:.3f}, {high:.3f}] points"
+    printed, shown = capsys.readouterr().out, f"reward length {mean:.3f} [{low:.3f}, {high:.3f}]"
     assert f"after GRPO            {shown}" in printed and f"held out at step 1: {shown}" in printed
     equal = line | {"eval_reward_low/length": None, "eval_reward_high/length": None}
-    assert held_out_text(equal, Config.from_profile("demo", use_grpo=True, reward_functions=["diversity"])) == f"length {mean:.3f} points"
+    assert held_out_text(equal, Config.from_profile("demo", use_grpo=True, reward_functions=["diversity"])) == f"reward length {mean:.3f}"
 
 
 @pytest.mark.parametrize("encoding,shown", [("ascii", "'??' -> '?'"), ("latin-1", "'?é' -> '?'"), ("utf-8", "'字é' -> '😀'")])
@@ -83,4 +83,4 @@ def test_what_a_terminal_cannot_show_is_replaced(encoding, shown, monkeypatch):
     RunConsole(parse_config(["--use_grpo"]), quiet=False).print_completions([completion])
     print("字\ud800")                                     # as infer.py prints, and half of a surrogate pair
     lines = written.getvalue().decode(encoding).splitlines()
-    assert lines[0] == f"  {shown}: +1.00 points" and lines[-1] == ("字?" if encoding == "utf-8" else "??")
+    assert lines[0] == f"  {shown}: reward +1.00" and lines[-1] == ("字?" if encoding == "utf-8" else "??")

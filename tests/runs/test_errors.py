@@ -84,7 +84,7 @@ def test_an_update_that_finds_no_memory_is_that_of_smaller_passes_and_stays_so(t
     with monkeypatch.context() as patch:
         fail(patch, 2, passes, error)
         failed = run_folder(tmp_path / "failed", *flags, *more)
-    printed = re.findall(r"--max_tokens_per_forward (\d+) -> (\d+), and once more", " ".join(capsys.readouterr().out.split()))
+    printed = re.findall(r"--max_tokens_per_forward (\d+) -> (\d+), trying again", " ".join(capsys.readouterr().out.split()))
     assert printed == [("200", "100"), ("100", "50")][: len(passes)]
     assert saved_setting(failed, "training", "max_tokens_per_forward") == tokens
     assert_same_to_rounding(smaller, failed)              # its passes before the update were larger
@@ -107,7 +107,7 @@ def test_an_update_of_which_no_row_fits_ends_the_run_in_one_line(tmp_path, monke
     least = saved_setting(tmp_path / "run", "training", "max_tokens_per_forward")
     rollout = read_jsonl(tmp_path / "run/rollouts.jsonl")
     longest = max(len(r["prompt_ids"]) + len(r["completion_ids"]) for r in rollout if r["step"] == 1)
-    assert 16 < least <= longest + 8 and printed.out.count("and once more") == 4, "200, 100, 50, 25, a row"
+    assert 16 < least <= longest + 8 and printed.out.count("trying again") == 4, "200, 100, 50, 25, a row"
     assert latest_checkpoint(tmp_path / "run").name == "step-00000001"
 
 
@@ -132,7 +132,7 @@ def test_sampling_that_finds_no_memory_samples_fewer_at_once_and_the_same(tmp_pa
 
     monkeypatch.setattr(module, "sample_and_score", fails_in_its_third_pass)
     failed = run_folder(tmp_path / "failed", *flags)
-    assert " ".join(capsys.readouterr().out.split()).count("--generation_batch_size 16 -> 8, and once more") == 1
+    assert " ".join(capsys.readouterr().out.split()).count("--generation_batch_size 16 -> 8, trying again") == 1
     assert saved_setting(failed, "grpo", "generation_batch_size") == 8
     texts = [[r["completion_ids"] for r in read_jsonl(folder / "rollouts.jsonl")] for folder in (whole, failed)]
     assert texts[0] == texts[1] and len(texts[0]) == 2 * 16

@@ -76,7 +76,7 @@ def test_a_folder_has_one_writer_and_is_free_when_that_is_killed(tmp_path):
     assert process.stdout.readline() == "locked\n"
     refused = folder_of("--output_dir", tmp_path)
     for _ in range(2):                                    # a notebook tries again
-        with pytest.raises(RunError, match=f"^{tmp_path}: another process writes to it; wait for its end"):
+        with pytest.raises(RunError, match=f"^{tmp_path}: another process writes to it; wait until it ends"):
             refused.open(0, {})
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(RunError, match="another process writes to it"):
@@ -135,7 +135,7 @@ def test_from_a_damaged_line_on_a_file_is_left_out_with_one_line(tmp_path, capsy
     path.write_bytes(line % 1 + damaged + line % 2)
     assert [record["step"] for record in read_jsonl(path)] == [1]
     (printed,) = capsys.readouterr().err.splitlines()
-    assert printed.startswith(f"{path}: a line is damaged, left out from there on: b'")
+    assert printed.startswith(f"{path}: reading stops at a damaged line: b'")
     assert read_jsonl(tmp_path / "missing.jsonl") == []
 
 

@@ -70,7 +70,7 @@ def test_a_checkpoint_that_cannot_be_read_is_one_line_that_names_it_and_the_one_
     good, bad = fake_checkpoint(tmp_path, 1), fake_checkpoint(tmp_path, 2, content)
     with pytest.raises(ValueError) as error:
         latest_checkpoint(tmp_path)
-    assert str(error.value).startswith(f"{bad} cannot be read: ") and str(error.value).endswith(f"remove it, to continue from {good}")
+    assert str(error.value).startswith(f"{bad} cannot be read: ") and str(error.value).endswith(f"remove it to continue from {good}")
     shutil.rmtree(good)
     with pytest.raises(ValueError, match=r"cannot be read: .*start in another folder$"):
         latest_checkpoint(tmp_path)

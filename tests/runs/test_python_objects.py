@@ -110,7 +110,7 @@ def test_one_function_a_generator_of_functions_and_objects_without_a_hash_are_re
     (dict(reward_functions=[lambda texts: [0]]), "--reward_functions python:<lambda>: add completions, a list of them, to its parameters"),
     (dict(reward_functions=[shorter], dataset=["p", "q", "r", "s"]), "needs the column hint, which python:list does not have"),
     (dict(environment=lambda: None, reward_functions=[correctness, "environment"]), "must take the conversation"),
-    (dict(environment=echo), "with --max_turns=1 its messages are never used"),
+    (dict(environment=echo), "with --max_turns=1 its messages would not be used"),
     (dict(reward_functions=[]), "name at least one"),
 ])
 def test_wrong_objects_are_one_line_before_anything_is_loaded(objects, message, tmp_path):
@@ -171,9 +171,9 @@ def test_a_run_from_python_is_resumed_with_the_same_objects_bit_for_bit(tmp_path
 def test_a_teacher_that_does_not_fit_is_refused_in_one_line(tmp_path, model):
     small = GPT2LMHeadModel(GPT2Config(vocab_size=100, n_embd=8, n_layer=1, n_head=1))
     for number, (flags, teacher, message) in enumerate([
-        (dict(use_kl_penalty=False), model, "--reference_path=python:Gemma3ForCausalLM: nothing is compared with it"),
-        (dict(use_grpo=False, use_kl_penalty=True), model, "^reference: nothing is compared with it; add use_grpo$"),
-        (dict(use_kl_penalty=True), small, "reference: it knows 100 tokens, the tokenizer 263"),
+        (dict(use_kl_penalty=False), model, "--reference_path=python:Gemma3ForCausalLM: there is no KL penalty that would use it"),
+        (dict(use_grpo=False, use_kl_penalty=True), model, "^reference: only GRPO uses it; add use_grpo$"),
+        (dict(use_kl_penalty=True), small, "reference: it has 100 tokens, the tokenizer 263"),
     ]):
         with pytest.raises(ValueError, match=message):
             set_up(quick_config(tmp_path / str(number), **flags), reference=teacher)
@@ -181,7 +181,7 @@ def test_a_teacher_that_does_not_fit_is_refused_in_one_line(tmp_path, model):
 
 def test_what_is_no_optimizer_is_refused_when_its_phase_begins(tmp_path):
     run = set_up(quick_config(tmp_path / "run"), optimizer=lambda pairs: [1, 2])
-    with pytest.raises(RunError, match="optimizer: returned a list, no torch Optimizer"):
+    with pytest.raises(RunError, match="optimizer: returned a list, not a torch Optimizer"):
         run.begin_phase()
 
     class TwoInOne(torch.optim.SGD):
@@ -189,5 +189,5 @@ def test_what_is_no_optimizer_is_refused_when_its_phase_begins(tmp_path):
             return {"one": super().state_dict(), "other": {}}
 
     run.make_optimizer = lambda pairs: TwoInOne([parameter for _, parameter in pairs])
-    with pytest.raises(RunError, match="optimizer: its state_dict has no state and param_groups: not to be resumed"):
+    with pytest.raises(RunError, match="optimizer: its state_dict lacks state or param_groups: no run could be resumed"):
         run.begin_phase()

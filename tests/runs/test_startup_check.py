@@ -66,7 +66,7 @@ def test_prompts_are_not_shared_where_that_is_wrong_and_engine_shared_says_why(m
     monkeypatch.setattr(shared_engine, "pack_groups", fault)
     engine, note = choose_engine(plain, PROMPTS, settings)
     assert engine is plain and note.startswith(f"prompts are not shared: {words}")
-    with pytest.raises(ValueError, match=f"^--engine=shared: prompts are not shared: {words}.*; take --engine plain"):
+    with pytest.raises(ValueError, match=f"^--engine=shared: prompts are not shared: {words}.*; use --engine plain"):
         choose_engine(plain, PROMPTS, replace(settings, engine="shared"))
 
 
@@ -99,12 +99,12 @@ def test_disagreement_that_is_not_a_number_is_not_agreement(model):
 def test_wrong_tokens_around_a_prompt_are_refused(model, tokenizer):
     bos = tokenizer.bos_token_id
     refuse_wrong_tokens(model, tokenizer, [[bos, 9, bos, 9]])             # a template may begin every message with it
-    with pytest.raises(ValueError, match="two BOS begin a prompt"):
+    with pytest.raises(ValueError, match="begins with two BOS tokens"):
         refuse_wrong_tokens(model, tokenizer, [[9], [bos, bos, 9]])
     appending = copy.deepcopy(tokenizer)
     appending.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="<bos> $A <eos>", special_tokens=[("<bos>", 2), ("<eos>", 1)])
-    with pytest.raises(ValueError, match=r"a prompt ends with a stop id, .* add_eos_token off"):
+    with pytest.raises(ValueError, match=r"a prompt ends with a stop id, .* disable add_eos_token"):
         refuse_wrong_sampler(make_engine("plain", model, appending))
     model.generation_config.eos_token_id = appending.eos_token = None
     with pytest.raises(ValueError, match="no stop id; set eos_token_id"):
@@ -130,4 +130,4 @@ def test_a_run_says_that_the_templates_end_of_turn_is_a_stop(tmp_path, capsys, c
     save_any_policy(model, tokenizer, tmp_path / "model")
     run, end = start_run(tmp_path / "run", "--model_path", str(tmp_path / "model")), tokenizer.pad_token_id
     assert sample.stop_token_ids(run.policy.model, run.policy.tokenizer) == [1, end]
-    assert ("  note   <|im_end|>, with which the chat template ends a turn, ends completions too\n" in capsys.readouterr().out) == (not configured)
+    assert ("  note   <|im_end|>, which ends a turn in the chat template, also ends completions\n" in capsys.readouterr().out) == (not configured)

@@ -54,9 +54,9 @@ def test_code_that_a_run_of_another_user_names_is_named_again(tmp_path, monkeypa
     monkeypatch.setattr("os.getuid", lambda: file.stat().st_uid + 1)
     for given, missing in ({}, "--reward_functions correctness r.py:r --environment e.py:e --trust_remote_code True"), (
             {name: value for name, value in AGAIN.items() if name != "environment"}, "--environment e.py:e"):
-        with pytest.raises(ValueError, match=f"of another user, and names code; if you trust it, give again {missing}$"):
+        with pytest.raises(ValueError, match=f"belongs to another user and names code; if you trust it, add {missing}$"):
             complete(resume | given)
-    with pytest.raises(ValueError, match=r"give again --reward_functions correctness r\.py:r"):
+    with pytest.raises(ValueError, match=r"add --reward_functions correctness r\.py:r"):
         parse_config([str(file), "--seed", "1"])          # its settings for a new run
     assert Config.of(**complete(resume | AGAIN)).grpo.reward_functions == ["s.py:s"]
     parse_config([str(tmp_path / "settings.json")])       # a file of settings that the user names

@@ -70,7 +70,7 @@ def test_long_prompts_are_dropped_and_counted(tokenizer):
     said = []
     config = Config.of(max_prompt_length=20, long_prompts="drop")
     assert fit_prompts(rows, tokenizer, config, said.append) == (rows[::2], 6)     # the longest that is left, with BOS
-    assert said == ["4 of 8 prompts have more than 20 tokens: drop"]
+    assert said == ["4 of 8 prompts have more than 20 tokens and are dropped"]
     with pytest.raises(ValueError, match="no prompt is left"):
         fit_prompts(rows[1::2], tokenizer, config, said.append)
 
@@ -105,7 +105,7 @@ def test_completions_with_a_false_label_are_left_out(label, values, kept):
     left = leave_out_rejected(load_examples(rows), named, notes.append)
     assert [int(example["completion"]) for example in left] == kept
     note_unused(left, named, tokenizer, notes.append)
-    assert notes[: len(kept) < 3] == ["  note   1 of 3 completions have a false label: left out"] * (len(kept) < 3)
+    assert notes[: len(kept) < 3] == ["  note   1 of 3 completions have a false label and are not used"] * (len(kept) < 3)
     assert len(notes) == 1 - (label == "level"), "the label is used, or named once"
     assert leave_out_rejected([{"prompt": "p", "label": False}], set(), notes.append), "no completion is rejected"
 
@@ -116,13 +116,14 @@ def test_a_run_says_what_it_does_not_use(tmp_path, capsys):
     path = write_lines(tmp_path / "data.jsonl", rows)
     run = start_run(tmp_path / "run", "--use_grpo", "--dataset", path, "--eval_limit", "0", "--reward_functions", f"{tmp_path}/r.py:f")
     assert len(run.train_set) == 5 and [line for line in capsys.readouterr().out.splitlines() if "note" in line] == [
-        "  note   4 of 9 completions have a false label: left out", "  note   no prompt, completion or reward function uses these columns and keys: scorer (5)"]
+        "  note   4 of 9 completions have a false label and are not used",
+        "  note   no prompt, completion or reward function uses these columns and keys: scorer (5)"]
 
 
 def test_prompts_with_special_tokens_are_counted(tokenizer):
     rows, said = [{"prompt": prompt} for prompt in ("1+1=?", "<|im_end|>?", [{"role": "user", "content": "<bos>"}])], []
     assert fit_prompts(rows, published("ChatML"), Config(), said.append)[0] == rows
-    assert said == ["2 of 3 prompts have the text of special tokens: it is taken out"]
+    assert said == ["2 of 3 prompts have the text of special tokens, which is removed"]
     fit_prompts([{"prompt": "<eos>"}], tokenizer, Config(), said.append)
     assert len(said) == 1, "without a template a text stays as it is"
 
@@ -136,7 +137,7 @@ def test_a_message_that_the_template_leaves_out_stops_a_run_at_its_start(tmp_pat
     good = write_lines(tmp_path / "good.jsonl", [{"prompt": "1?", "completion": "1"}])
     rows[0]["prompt"].insert(0, {"role": "developer", "content": "Add."})
     paths = [write_lines(tmp_path / "whole.jsonl", rows), good]
-    with pytest.raises(ValueError, match=r"^the prompt leaves out the developer's message 'Add[.]'"):
+    with pytest.raises(ValueError, match=r"^the prompt lacks the developer's message 'Add[.]'"):
         start_run(tmp_path / "run", "--dataset", paths[held_out], "--eval_dataset", paths[not held_out], "--eval_limit", "8", "--model_path", str(tmp_path / "model"))
 
 
@@ -145,5 +146,5 @@ def test_a_demonstration_longer_than_the_models_positions_is_one_line_before_tra
     model, tokenizer = load_any_policy(ModelConfig())
     model.config.max_position_embeddings = 64
     save_any_policy(model, tokenizer, tmp_path / "model")
-    with pytest.raises(ValueError, match=r"data.jsonl: example 3 and its completion have 10\d tokens, and the model 64 positions; leave it out, or shorten it"):
+    with pytest.raises(ValueError, match=r"data.jsonl: example 3 and its completion have 10\d tokens, but the model has 64 positions; remove or shorten it"):
         start_run(tmp_path / "run", "--dataset", path, "--eval_limit", "0", "--model_path", str(tmp_path / "model"), "--generation_max_length", "8")
