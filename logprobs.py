@@ -54,7 +54,7 @@ def completion_log_probs(
     """Compute log p(token | all tokens before it) under a model, with the sampling parameters of a rollout.
 
     rollout     has prompt_ids, prompt_mask (P, Tp), completion_ids, completion_mask (B, T), with B = P * G;
-                and sampling_params, the arguments of restrict_logits that the sampler used
+                and distribution, the arguments of restrict_logits that the sampler used
     rows        indices of some of the B rows, in any order; None: all of them
     reference   another model with the same vocabulary, for the exact KL at every position: a sum over the
                 tokens that the policy may sample, with both distributions normalised over these tokens. The
@@ -73,7 +73,7 @@ def completion_log_probs(
 
     def forward() -> list[Tensor | None]:                 # everything that reads the model's weights
         hidden = hidden_states(model, inputs, predicting_position)
-        chunk_of_head = partial(head_log_probs, model, rollout.sampling_params, reference)
+        chunk_of_head = partial(head_log_probs, model, rollout.distribution, reference)
         size = tokens_in_chunk(len(model.get_output_embeddings().weight), device)
         results = in_chunks(chunk_of_head, size, hidden, target_ids, reference_hidden)
         # Cloned because FSDP warns about views.
@@ -114,7 +114,7 @@ def lay_out(rollout, rows: Tensor, device) -> tuple[dict, tuple[Tensor, Tensor],
 
 
 def head_log_probs(
-    model, sampling_params: dict, reference, hidden: Tensor, target_ids: Tensor,
+    model, distribution: dict, reference, hidden: Tensor, target_ids: Tensor,
     reference_hidden: Tensor | None,
 ) -> list[Tensor]:
     """Compute the logp of target_ids (n,), and at their positions the entropy of the policy and, if there is
@@ -124,7 +124,7 @@ def head_log_probs(
 
     hidden, reference_hidden  (n, H), final hidden states of the model and the reference
     """
-    logits = restrict_logits(compute_logits(model, hidden), **sampling_params, chosen=target_ids)  # (n, V)
+    logits = restrict_logits(compute_logits(model, hidden), **distribution, chosen=target_ids)  # (n, V)
     log_p = logits.log_softmax(dim=-1)
     p = log_p.exp()
     finite_log_p = log_p.masked_fill(p == 0, 0.0)         # 0 * -inf would be NaN, in the gradient as well
@@ -133,7 +133,7 @@ def head_log_probs(
         return [logp, entropy]
     with torch.no_grad():
         log_q = compute_logits(reference, reference_hidden).to(logits.dtype)
-        log_q = log_q / sampling_params.get("temperature", 1.0)
+        log_q = log_q / distribution.get("temperature", 1.0)
         log_q = log_q.masked_fill(logits == -torch.inf, -torch.inf).log_softmax(dim=-1)
     return [logp, entropy, (p * (finite_log_p - log_q.masked_fill(p == 0, 0.0))).sum(dim=-1)]
 
@@ -202,7 +202,7 @@ def restrict_logits(
     return logits.masked_fill(outside, -torch.inf)
 
 
-def sampling_params_of(config) -> dict:
+def distribution_of(config) -> dict:
     """Return the arguments of restrict_logits that a configuration implies.
 
     Temperature 0 selects the most likely token, or one of several that are equally likely.

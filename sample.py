@@ -34,7 +34,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 
 from data import after_turn, encode_demonstration, encode_prompt, prompt_of
-from logprobs import compute_logits, restrict_logits, sampling_params_of
+from logprobs import compute_logits, distribution_of, restrict_logits
 
 DROP_BELOW = 0.75               # finished rows are removed, by a copy, if at most this share is unfinished
 CHECK_EVERY = 8                 # tokens between checks for finished rows on a GPU: each check is a wait
@@ -48,10 +48,10 @@ class Rollout:
     prompt_mask: Tensor         # (P, Tp) bool
     completion_ids: Tensor      # (B, T) right-padded, including an environment's tokens
     completion_mask: Tensor     # (B, T) bool, True on the tokens that the policy sampled
-    sampling_logp: Tensor       # (B, T) nats, with sampling_params; 0 on other tokens
+    sampling_logp: Tensor       # (B, T) nats, under the distribution; 0 on other tokens
     finished: Tensor            # (B,) bool, False if the length limit came first
     completions: list           # B texts without stop tokens; lists of messages if there is an environment
-    sampling_params: dict = field(default_factory=dict)         # arguments of restrict_logits
+    distribution: dict = field(default_factory=dict)    # arguments of restrict_logits
     turn_points: Tensor | None = None   # (B, T) rewards at the ends of turns; NaN: the environment raised
     environments: list | None = None    # B instances, if the environment is a class
 
@@ -75,20 +75,20 @@ def sample_completions_for_prompts(
     prompt_ids = [encode_prompt(tokenizer, prompt) for prompt in prompts]
     uniforms = uniform_streams(seed, len(prompts), group_size, config.generation_max_length)
     prompts_at_once = max(1, (getattr(config, "generation_batch_size", 0) or len(uniforms)) // group_size)
-    sampling_params = sampling_params_of(config)
+    distribution = distribution_of(config)
     parts = []
     with sampling_mode(model):
         for first in range(0, len(prompts), prompts_at_once):
             batch, first_row = prompt_ids[first : first + prompts_at_once], first * group_size
             batch_uniforms = uniforms[first_row : first_row + len(batch) * group_size]
             batch_reply = reply and (lambda row, ids, first_row=first_row: reply(first_row + row, ids))
-            parts.append(sample_batch(model, tokenizer, batch, batch_uniforms, sampling_params, batch_reply))
+            parts.append(sample_batch(model, tokenizer, batch, batch_uniforms, distribution, batch_reply))
     columns = map(torch.cat, zip(*parts, strict=True))    # all ids, sampled, filled, logp, finished
-    return make_rollout(tokenizer, prompt_ids, sampling_params, *columns)
+    return make_rollout(tokenizer, prompt_ids, distribution, *columns)
 
 
 def sample_batch(
-    model, tokenizer, prompts: list[list[int]], uniforms: Tensor, sampling_params: dict,
+    model, tokenizer, prompts: list[list[int]], uniforms: Tensor, distribution: dict,
     reply: Callable | None,
 ) -> tuple[Tensor, ...]:
     """Sample the completions of some prompts as one batch. Here B and T are the shape of uniforms.
@@ -109,7 +109,7 @@ def sample_batch(
     cache = DynamicCache(config=model.config.get_text_config())
     logits, prompt_mask = forward_prompts(model, prompts, rows, cache)
     for t in range(limit):
-        token, token_logp = sample_inverse_cdf(restrict_logits(logits, **sampling_params), uniforms[rows, t])
+        token, token_logp = sample_inverse_cdf(restrict_logits(logits, **distribution), uniforms[rows, t])
         is_sampled = ~finished[rows] & ~replied[rows, t]  # (b,), other tokens are discarded
         ids[rows, t] = torch.where(is_sampled, token, ids[rows, t])
         logp[rows, t] = torch.where(is_sampled, token_logp.float(), 0.0)
@@ -239,7 +239,7 @@ def random_generators(seed: int | Sequence, num_prompts: int, group_size: int) -
 
 
 def make_rollout(
-    tokenizer, prompts: list[list[int]], sampling_params: dict, ids: Tensor, sampled: Tensor,
+    tokenizer, prompts: list[list[int]], distribution: dict, ids: Tensor, sampled: Tensor,
     filled: Tensor, logp: Tensor, finished: Tensor,
 ) -> Rollout:
     """Return sampled completions as a Rollout, cut to the length of the longest one.
@@ -255,7 +255,7 @@ def make_rollout(
         decode_completion(tokenizer, row[:end]) for row, end in zip(ids.tolist(), ends, strict=True)]
     ids = ids.masked_fill(~filled, tokenizer.pad_token_id)
     prompts = left_pad(prompts, tokenizer.pad_token_id)
-    return Rollout(*prompts, ids, sampled, logp, finished, completions, sampling_params)
+    return Rollout(*prompts, ids, sampled, logp, finished, completions, distribution)
 
 
 def decode_completion(tokenizer, ids: list[int]) -> str:
@@ -278,7 +278,7 @@ def demonstrations_as_rollout(model, tokenizer, examples: list[dict], encode=enc
     return Rollout(
         *left_pad(prompts, tokenizer.pad_token_id), completion_ids, mask,
         sampling_logp=torch.zeros(mask.shape), finished=torch.ones(len(rows), dtype=torch.bool),
-        completions=[e["completion"] for e in examples], sampling_params={},
+        completions=[e["completion"] for e in examples], distribution={},
     )
 
 

@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from data import encode_prompt
 from engine.cache import PrefixCache
 from engine.devices import bucket, cut_graph, recorded
-from logprobs import compute_logits, restrict_logits, sampling_params_of
+from logprobs import compute_logits, distribution_of, restrict_logits
 from sample import Rollout, make_rollout, sampling_mode, stop_token_ids, uniform_streams
 
 # The initial capacity of the cache in tokens per completion, and the share of active rows below which ended
@@ -42,8 +42,8 @@ def sample_sharing_prompts(
     encoded = [encode_prompt(tokenizer, prompt) for prompt in prompts]
     uniforms = uniform_streams(seed, len(prompts), group_size, config.generation_max_length)
     stop_ids, pad_id = stop_token_ids(model, tokenizer), tokenizer.pad_token_id
-    sampling_params = sampling_params_of(config)
-    state = SamplingState(uniforms, stop_ids, pad_id, sampling_params, device, reply)
+    distribution = distribution_of(config)
+    state = SamplingState(uniforms, stop_ids, pad_id, distribution, device, reply)
     cut_graph(device)
     groups_at_once = max(1, (getattr(config, "generation_batch_size", 0) or len(uniforms)) // group_size)
     queue, cache, active = deque(enumerate(encoded)), None, []
@@ -57,7 +57,7 @@ def sample_sharing_prompts(
                 active = state.active_rows(active + new_rows)             # a completion may be a single token
             else:
                 active = decode(active, state, cache, group_size, waiting=bool(queue))
-    return make_rollout(tokenizer, encoded, sampling_params, *state.results())
+    return make_rollout(tokenizer, encoded, distribution, *state.results())
 
 
 def prefill(prompts: dict[int, list[int]], state: "SamplingState", cache, group_size: int) -> list[int]:
@@ -107,7 +107,7 @@ class SamplingState:
     """The tokens drawn so far, and methods to draw more. Tensors have rows for completions and dummy_row."""
 
     def __init__(
-        self, uniforms: Tensor, stop_ids: list[int], pad_id: int, sampling_params: dict, device,
+        self, uniforms: Tensor, stop_ids: list[int], pad_id: int, distribution: dict, device,
         reply: Callable | None = None,
     ):
         self.dummy_row, limit = uniforms.shape
@@ -120,7 +120,7 @@ class SamplingState:
         self.count[self.dummy_row :] = 1                  # padding always forwards the same token
         self.stopped = torch.zeros(size, dtype=torch.bool, device=device)
         self.stop_ids = torch.tensor(stop_ids, dtype=torch.long, device=device)
-        self.sampling_params = sampling_params            # see sampling_params_of
+        self.distribution = distribution                  # see distribution_of
         self.reply = reply                                # see sample_completions_for_prompts
 
     def step(self, row_ids: Tensor, logits: Tensor) -> None:
@@ -128,7 +128,7 @@ class SamplingState:
         ended = self.stopped[row_ids] | (self.count[row_ids] >= self.ids.shape[1])
         row_ids = row_ids.masked_fill(ended, self.dummy_row)
         position = self.count[row_ids].masked_fill(row_ids == self.dummy_row, 0)
-        logits = restrict_logits(logits, **self.sampling_params)
+        logits = restrict_logits(logits, **self.distribution)
         tokens, logp = sample_in_blocks(logits, self.uniforms[row_ids, position])
         forced = self.forced_tokens[row_ids, position]
         drawn = forced < 0

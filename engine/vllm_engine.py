@@ -32,7 +32,7 @@ from engine.device_policy import DevicePolicy
 from engine.models import precision_of
 from engine.sampler import SamplingState
 from engine.sharding import gathered, reshard
-from logprobs import sampling_params_of
+from logprobs import distribution_of
 from sample import Rollout, make_rollout, random_generators, stop_token_ids
 
 ENVIRONMENT = {                 # settings that vLLM reads from the environment, unless they are set already
@@ -104,9 +104,9 @@ class VLLM:
         size, limit, tokenizer = num_completions, config.generation_max_length, self.policy.tokenizer
         prompt_ids = [encode_prompt(tokenizer, prompt) for prompt in prompts]
         seeds = [int(g.integers(2**62)) for g in random_generators(seeds, len(prompts), size)]
-        stop_ids, sampling_params = stop_token_ids(self.policy.model, tokenizer), sampling_params_of(config)
+        stop_ids, distribution = stop_token_ids(self.policy.model, tokenizer), distribution_of(config)
         state = SamplingState(
-            torch.zeros(len(seeds), limit), stop_ids, tokenizer.pad_token_id, sampling_params,
+            torch.zeros(len(seeds), limit), stop_ids, tokenizer.pad_token_id, distribution,
             torch.device("cpu"), reply)
         requests = [range(p * size, (p + 1) * size) for p in range(len(prompts))]     # rows of siblings
         while requests:
@@ -116,7 +116,7 @@ class VLLM:
                 inputs.append({"prompt_token_ids": ids})
                 parameters.append(SamplingParams(         # siblings have successive seeds
                     n=1 + len(others), seed=seeds[first] + count[first], max_tokens=limit - count[first],
-                    stop_token_ids=stop_ids, ignore_eos=True, logprobs=0, detokenize=False, **sampling_params,
+                    stop_token_ids=stop_ids, ignore_eos=True, logprobs=0, detokenize=False, **distribution,
                 ))
             outputs = self.llm.generate(inputs, parameters, use_tqdm=False)
             rows = [row for request in requests for row in request]
@@ -131,7 +131,7 @@ class VLLM:
                 added = forced[forced >= 0].tolist()
                 state.append(row, added, [0.0] * len(added), False)
             requests = [[row] for row in active if state.count[row] < limit]     # a reply may fill it
-        return make_rollout(tokenizer, prompt_ids, sampling_params, *state.results())
+        return make_rollout(tokenizer, prompt_ids, distribution, *state.results())
 
 
 @torch.no_grad()

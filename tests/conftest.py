@@ -349,13 +349,13 @@ def kept_by_hand(logits, temperature, top_k, top_p, min_p=0.0):
     return sorted(kept)
 
 
-def made_up_rollout(prompt_lengths, lengths, vocab_size=200, **sampling_params):
+def made_up_rollout(prompt_lengths, lengths, vocab_size=200, **distribution):
     """Random ids: groups of one size, ragged completions."""
     draws = torch.Generator().manual_seed(0)
     prompts = [torch.randint(3, vocab_size, (n,), generator=draws).tolist() for n in prompt_lengths]
     ids = torch.randint(3, vocab_size, (len(lengths), max(lengths)), generator=draws)
     mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
-    return Rollout(*left_pad(prompts, 0), ids, mask, torch.zeros(mask.shape), mask[:, 0], [""] * len(ids), sampling_params)
+    return Rollout(*left_pad(prompts, 0), ids, mask, torch.zeros(mask.shape), mask[:, 0], [""] * len(ids), distribution)
 
 
 @pytest.fixture(scope="session")

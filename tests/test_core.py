@@ -48,7 +48,7 @@ COPIED = {                      # what to copy -> a program that calls it
     "completion_log_probs": MODEL + """
 from logprobs import completion_log_probs
 ids, mask = torch.tensor([[5, 6, 7], [8, 9, 1]]), torch.ones(2, 3, dtype=torch.bool)
-rollout = SimpleNamespace(prompt_ids=ids[:1], prompt_mask=mask[:1], completion_ids=ids, completion_mask=mask, sampling_params={})
+rollout = SimpleNamespace(prompt_ids=ids[:1], prompt_mask=mask[:1], completion_ids=ids, completion_mask=mask, distribution={})
 logits = model(torch.cat([ids[:1].expand(2, 3), ids], dim=1)).logits[:, 2:-1]
 torch.testing.assert_close(completion_log_probs(model, rollout).logp, logits.log_softmax(-1).gather(-1, ids[..., None])[..., 0])""",
     "sample_completions_for_prompts": MODEL + """

@@ -124,7 +124,7 @@ def test_sampler_and_trainer_agree_and_the_trainer_with_the_models_own_logits(ar
     engine = make_engine(name, model, tokenizer)
     rollout = engine.sample(PROMPTS, settings, 0)
     torch.testing.assert_close(engine.log_probs(rollout).logp, rollout.sampling_logp, atol=1e-4, rtol=0)
-    ours = engine.log_probs(replace(rollout, sampling_params=dict(temperature=0.7)))
+    ours = engine.log_probs(replace(rollout, distribution=dict(temperature=0.7)))
     for row, mask in enumerate(rollout.completion_mask):
         logits, ids = logits_alone(model, rollout, row)
         log_p = (logits.detach() / 0.7).log_softmax(-1)
@@ -177,26 +177,26 @@ def test_recomputation_runs_a_layer_once_forward_and_once_again_backward(archite
 
 
 @pytest.mark.parametrize("log_probs", [shared_log_probs, completion_log_probs])
-@pytest.mark.parametrize("sampling_params", [
+@pytest.mark.parametrize("distribution", [
     dict(top_k=0, top_p=1.0, temperature=1.0), dict(top_k=20, top_p=0.8, temperature=0.7),
     dict(top_k=0, top_p=1.0, temperature=0.7, min_p=0.3),
 ])
-def test_the_exact_kl_and_its_gradient_are_those_of_the_whole_vocabulary(model, tokenizer, settings, sampling_params, log_probs):
+def test_the_exact_kl_and_its_gradient_are_those_of_the_whole_vocabulary(model, tokenizer, settings, distribution, log_probs):
     reference = make_reference(model)
     with torch.no_grad():
         reference.get_output_embeddings().weight.mul_(1.5)
     rollout = sample_completions_for_prompts(model, tokenizer, PROMPTS, settings, seed=0)
-    ours = log_probs(model, replace(rollout, sampling_params=sampling_params), reference=reference)
+    ours = log_probs(model, replace(rollout, distribution=distribution), reference=reference)
     ours.kl.sum().backward()
     gradients = torch.cat([p.grad.flatten() for p in model.parameters()])
     total = 0.0
     for row in range(len(rollout.completion_ids)):
         logits, ids = logits_alone(model, rollout, row)
         with torch.no_grad():
-            other = logits_alone(reference, rollout, row)[0] / sampling_params["temperature"]
-        kept = restrict_logits(logits, **sampling_params, chosen=ids).isfinite()
+            other = logits_alone(reference, rollout, row)[0] / distribution["temperature"]
+        kept = restrict_logits(logits, **distribution, chosen=ids).isfinite()
         for t in range(len(logits)):
-            p = (logits[t] / sampling_params["temperature"])[kept[t]].log_softmax(0)
+            p = (logits[t] / distribution["temperature"])[kept[t]].log_softmax(0)
             kl = (p.exp() * (p - other[t][kept[t]].log_softmax(0))).sum()
             torch.testing.assert_close(ours.kl[row, t], kl, atol=2e-5, rtol=1e-4)
             total = total + kl

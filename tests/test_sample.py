@@ -18,7 +18,7 @@ from engine.shared import Shared
 from engine.vllm_engine import VLLM
 from environments.conversations import sample_with_environment
 from experience import Groups
-from logprobs import sampling_params_of, restrict_logits
+from logprobs import distribution_of, restrict_logits
 from model import byte_tokenizer
 from reward_functions.calling import Reports
 from sample import (
@@ -63,7 +63,7 @@ def test_the_plain_sampler_is_that_of_each_completion_alone_by_hand(architecture
     prompts = [encode_prompt(tokenizer, prompt) for prompt in PROMPTS]
     uniforms = uniform_streams(6, 4, 3, 14)
     with torch.no_grad():
-        expected = [sample_by_hand(model, prompts[row // 3], uniforms[row], sampling_params_of(config), stops, reply) for row in range(12)]
+        expected = [sample_by_hand(model, prompts[row // 3], uniforms[row], distribution_of(config), stops, reply) for row in range(12)]
     assert {ended for _, _, ended in expected} == {True, False} and any(False in drawn for _, drawn, _ in expected) == with_environment
     forward = model.base_model.forward
     monkeypatch.setattr(model.base_model, "forward", lambda **inputs: shapes.append(tuple(inputs["input_ids"].shape)) or forward(**inputs))
@@ -236,7 +236,7 @@ def test_rollouts_are_joined_and_groups_selected_as_if_sampled_so(with_turns):
     assert groups.extra == list("abcdef")
     assert replaced.scores.tolist() == (-replaced.per_function["r"]).tolist() == [[2, 3], [4, 5], [4, 5]]
     for part in joined, chosen, replaced.rollout:
-        assert type(part) is Traced and part.sampling_params == {"top_k": 5} and part.notes == [[text] for text in part.completions]
+        assert type(part) is Traced and part.distribution == {"top_k": 5} and part.notes == [[text] for text in part.completions]
         assert torch.equal(part.hidden, part.completion_ids / 2) and torch.equal(part.levels["hard"], part.prompt_mask.sum(dim=1))
         assert not with_turns or torch.equal(part.turn_points, part.completion_ids / 8)
     assert chosen.completions == joined.completions[2:] and torch.equal(chosen.prompt_ids, joined.prompt_ids[1:])
@@ -284,7 +284,7 @@ class Scripted(VLLM):
         self.requests.append(dict(
             prompts=[request["prompt_token_ids"] for request in inputs], n=parameters[0].n, max_tokens=[p.max_tokens for p in parameters],
             seeds=[p.seed for p in parameters],
-            sampling_params={name: getattr(parameters[0], name) for name in ("temperature", "top_k", "top_p", "min_p")}))
+            distribution={name: getattr(parameters[0], name) for name in ("temperature", "top_k", "top_p", "min_p")}))
         outputs = []
         for p in parameters:
             stop = p.stop_token_ids[0]
@@ -309,7 +309,7 @@ def test_an_engine_fills_the_same_rollout(model, tokenizer, vllm):
     rollout = policies[0].sample(PROMPTS, config, seeds=0)
     (request,) = engine.requests
     assert request["prompts"] == [encode_prompt(tokenizer, prompt) for prompt in PROMPTS] and request["n"] == 4
-    assert rollout.sampling_params == request["sampling_params"] == dict(temperature=0.5, top_k=50, top_p=0.9, min_p=0.0) and request["max_tokens"] == [3] * len(PROMPTS)
+    assert rollout.distribution == request["distribution"] == dict(temperature=0.5, top_k=50, top_p=0.9, min_p=0.0) and request["max_tokens"] == [3] * len(PROMPTS)
     assert len(set(request["seeds"])) == len(PROMPTS)
     assert rollout.completion_mask.sum(dim=1).tolist() == [1, 2, 3, 3] * len(PROMPTS)
     assert rollout.finished.tolist() == [True, True, True, False] * len(PROMPTS)         # the last met the limit

@@ -56,11 +56,11 @@ def on_both(model) -> list:
     return [model, move(copy.deepcopy(model), DEVICE)]
 
 
-@pytest.mark.parametrize("sampling_params", [dict(), dict(temperature=0.8, top_k=50, top_p=0.9)], ids=["everything", "restricted"])
-def test_log_probabilities_and_gradients_are_those_of_plain_torch(architecture, tokenizer, settings, sampling_params):
+@pytest.mark.parametrize("distribution", [dict(), dict(temperature=0.8, top_k=50, top_p=0.9)], ids=["everything", "restricted"])
+def test_log_probabilities_and_gradients_are_those_of_plain_torch(architecture, tokenizer, settings, distribution):
     """With entropy, exact KL and values, over several groups and rows out of order."""
     _, model = architecture
-    rollout = replace(make_engine("shared", model, tokenizer).sample(PROMPTS, settings, seeds=0), sampling_params=sampling_params)
+    rollout = replace(make_engine("shared", model, tokenizer).sample(PROMPTS, settings, seeds=0), distribution=distribution)
     rows = torch.tensor([0, 9, 3, 4, 5, 15, 14])
     reference = copy.deepcopy(model)
     with torch.no_grad():
