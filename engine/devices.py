@@ -16,6 +16,7 @@ import os
 import random
 import resource
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -280,14 +281,16 @@ def own_cores() -> list[int]:
 def used_seconds() -> np.ndarray:
     """Return wall-clock seconds, and processor seconds on own_cores by all processes and by this one.
 
-    Children that have ended count as this process.
+    Its children count as this process, also those that have ended: the programs of reward functions.
     """
-    times = []
+    times, own, process = [], 0.0, psutil.Process()
     with suppress(OSError):                               # of a sandbox without /proc/stat
         times = psutil.cpu_times(percpu=True)
     everyone = sum(times[core].user + times[core].system for core in own_cores() if core < len(times))
-    *own, clock = os.times()
-    return np.array([clock, everyone, sum(own)])
+    for each in [process, *process.children(recursive=True)]:
+        with suppress(psutil.Error):                      # it has ended meanwhile
+            own += sum(each.cpu_times()[:4])              # user, system, and those of its ended children
+    return np.array([time.monotonic(), everyone, own])
 
 
 class IdleCores:
@@ -302,10 +305,11 @@ class IdleCores:
 
     def choose_threads(self, notify: Callable) -> None:
         """Choose by the work of other processes since the last call. OMP_NUM_THREADS fixes the number."""
-        seconds, everyone, own = used_seconds() - self.before
+        now, cores = used_seconds(), len(own_cores())
+        seconds, everyone, own = now - self.before
         if seconds < 0.3 or "OMP_NUM_THREADS" in os.environ:
             return
-        self.before, cores = used_seconds(), len(own_cores())
+        self.before = now
         others = (everyone - own) / seconds
         if abs(others - self.busy) > 0.6:                 # with 0.5 it would oscillate
             self.busy = max(0, round(others))

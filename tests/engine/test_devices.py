@@ -87,7 +87,10 @@ def test_threads_leave_cores_to_others_while_they_use_them(monkeypatch, busy, th
             SimpleNamespace(user=clock, system=0)]
 
     monkeypatch.setattr(devices.psutil, "cpu_times", cpu_times)
-    monkeypatch.setattr(os, "times", lambda: (clock, 0.5 * clock, 0.25 * clock, 0.25 * clock, clock))
+    child = SimpleNamespace(cpu_times=lambda: (0.25 * clock, 0, 0.25 * clock, 0, 99))        # and a child of it that has ended
+    process = SimpleNamespace(cpu_times=lambda: (clock, 0.25 * clock, 0.25 * clock, 0, 99), children=lambda recursive: [child] * recursive)
+    monkeypatch.setattr(devices.psutil, "Process", lambda: process)
+    monkeypatch.setattr(devices.time, "monotonic", lambda: clock)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2, 3}, raising=False)
     chosen, printed = [4], []
     monkeypatch.setattr(torch, "get_num_threads", lambda: chosen[-1])
