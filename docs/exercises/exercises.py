@@ -1,5 +1,5 @@
 """
-The exercises of docs/lecture.md. Write the functions; the tests say what is wrong until they are right:
+The exercises of docs/lecture.md. Write the functions; the tests name the error until all are right:
 
     python -m pytest -q --tb=short docs/exercises              all of them
     python -m pytest -q --tb=short docs/exercises -k test_1    the first one
@@ -24,7 +24,7 @@ def group_advantages(rewards: Tensor) -> Tensor:
 
 
 def leave_one_out(rewards: Tensor) -> Tensor:
-    """2. Compare each completion with the mean of its siblings, itself left out; do not scale. (P, G) -> (P, G).
+    """2. Subtract from each reward the mean reward of its siblings; do not scale. (P, G) -> (P, G).
 
     Hint: the sum of the siblings is the sum of the row minus the completion's own reward.
     """
@@ -35,13 +35,13 @@ def clipped_loss(logp: Tensor, old_logp: Tensor, advantages: Tensor, clip: float
     """3. Return PPO's loss of each token: -min(ratio * A, clip(ratio, 1 - clip, 1 + clip) * A), ratio = exp(logp - old_logp).
 
     logp (with gradient), old_logp, advantages (B, T) -> (B, T)
-    Hint: torch.minimum of two tensors, and Tensor.clamp. There is a minus in front.
+    Hint: torch.minimum of two tensors, and Tensor.clamp. Mind the minus sign.
     """
     raise NotImplementedError("exercise 3 is empty: replace this line, in docs/exercises/exercises.py")
 
 
 def loss_of_a_piece(loss: Tensor, mask: Tensor, num_tokens: int) -> Tensor:
-    """4. Return what a micro-batch adds to the loss of a step, if that is the mean over all tokens of the step.
+    """4. Return what a micro-batch adds to the loss of a step, which is the mean over all its tokens.
 
     loss   (b, T) of this micro-batch's tokens; may be NaN where mask is False
     mask   (b, T) bool, True on tokens that count;  num_tokens counts those of the whole step
@@ -56,15 +56,15 @@ def kl_term(logp: Tensor, old_logp: Tensor, ref_logp: Tensor) -> Tensor:
 
     The value is that of k3, exp(x) - x - 1 with x = ref_logp - logp, times the ratio exp(logp - old_logp). Averaged over
     tokens drawn from the policy, its gradient with respect to logp must be that of KL(policy || reference).
-    Hint: the ratio is 1 here, and its gradient is not 0. Do not detach it.
+    Hint: the ratio is 1 on policy, but its gradient is not 0. Do not detach it.
     """
     raise NotImplementedError("exercise 5 is empty: replace this line, in docs/exercises/exercises.py")
 
 
 def right_number(completions: list[str], answer: list[str], **columns) -> list[float]:
-    """6. Reward the right number only: 1.0 where a completion's one <answer>...</answer> is the number, else 0.0.
+    """6. Return 1.0 for a completion whose only <answer>...</answer> contains the right number, else 0.0.
 
-    72, 72.0 and " 72 " are the same number, 1,000 is 1000. Two answers are none. Never raises, whatever a model writes.
+    72, 72.0 and " 72 " are the same number, and 1,000 is 1000. Two answers earn 0. Never raise an error, whatever a model writes.
     Hint: re.findall finds the tags; float() reads "nan" and "inf" too; math.isfinite.
     """
     raise NotImplementedError("exercise 6 is empty: replace this line, in docs/exercises/exercises.py")

@@ -1,4 +1,4 @@
-"""Solutions of exercises.py: one way each. How the project does it: grpo.py and rewards.py."""
+"""One solution of each exercise in exercises.py. The functions of the project are in grpo.py and rewards.py."""
 
 import math
 import re
@@ -8,37 +8,37 @@ from torch import Tensor
 
 
 def group_advantages(rewards: Tensor) -> Tensor:
-    """1. Equal rewards are found before the division, which would enlarge a rounding error by 1e8."""
+    """1. Detect equal rewards before the division, which would multiply a rounding error by up to 1e8."""
     equal = rewards.amax(dim=1, keepdim=True) == rewards.amin(dim=1, keepdim=True)
     centred = rewards - rewards.mean(dim=1, keepdim=True)
     return torch.where(equal, 0.0, centred / (rewards.std(dim=1, keepdim=True) + 1e-8))
 
 
 def leave_one_out(rewards: Tensor) -> Tensor:
-    """2. The siblings' mean is what is left of the sum, over G - 1."""
+    """2. Divide the sum of the siblings' rewards by G - 1."""
     siblings = (rewards.sum(dim=1, keepdim=True) - rewards) / (rewards.shape[1] - 1)
     return rewards - siblings
 
 
 def clipped_loss(logp: Tensor, old_logp: Tensor, advantages: Tensor, clip: float) -> Tensor:
-    """3. The minimum of the two gains, so that moving further is never rewarded and coming back always is."""
+    """3. Take the smaller gain: outside the clip range, no gradient moves the ratio further away from 1."""
     ratio = (logp - old_logp).exp()
     return -torch.minimum(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages)
 
 
 def loss_of_a_piece(loss: Tensor, mask: Tensor, num_tokens: int) -> Tensor:
-    """4. A sum over what the step counts. where, not a product: NaN * 0 is NaN."""
+    """4. Divide by the tokens of the step. Mask with where, because NaN * 0 is NaN."""
     return torch.where(mask, loss, 0.0).sum() / num_tokens
 
 
 def kl_term(logp: Tensor, old_logp: Tensor, ref_logp: Tensor) -> Tensor:
-    """5. The ratio keeps its gradient: through it the mean knows that other tokens become likelier too."""
+    """5. Keep the gradient of the ratio: the update also changes how often each token is sampled."""
     x = ref_logp - logp
     return (logp - old_logp).exp() * (x.exp() - x - 1)
 
 
 def right_number(completions: list[str], answer: list[str], **columns) -> list[float]:
-    """6. Exactly one pair of tags; what is not a finite number is no answer."""
+    """6. Require exactly one pair of tags, with a finite number in it."""
 
     def number(text: str) -> float:
         plain = re.fullmatch(r"\s*(-?[\d,]*\.?\d+)\s*", text)

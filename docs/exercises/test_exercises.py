@@ -1,4 +1,4 @@
-"""When an exercise is solved, and what is wrong if it is not. EXERCISES=solutions tests the solutions instead."""
+"""Tests of the exercises, which name the error. EXERCISES=solutions tests the solutions instead."""
 
 import importlib
 import os
@@ -16,8 +16,8 @@ def numbers(*shape):
 
 
 def compare(what, found, expected, **mistakes):
-    """Fail with a sentence that says what is wrong. mistakes: sentence, with _ for spaces -> the result of that mistake."""
-    __tracebackhide__ = True                              # the sentence alone is shown
+    """Fail with a sentence that says what is wrong. mistakes: a sentence, with _ for spaces, and the result of that mistake."""
+    __tracebackhide__ = True                              # show only the sentence
     assert isinstance(found, torch.Tensor), f"{what}: return a tensor, not {found!r:.40}"
     assert found.shape == expected.shape, f"{what}: has shape {tuple(found.shape)}, and should have {tuple(expected.shape)}"
     if torch.allclose(found, expected.to(found.dtype), atol=1e-6, rtol=1e-4):
@@ -46,10 +46,10 @@ def test_1_group_advantages():
             largest = float(task.group_advantages(torch.full((1, size), reward)).abs().max())
             assert largest == 0, (
                 f"{size} rewards of {reward} have zero variance, and an advantage is {largest:.3g}: the float32 mean is not exactly "
-                f"{reward}, and the rest is divided by nearly 0. Find groups of equal rewards before the division")
+                f"{reward}, and the rounding error is divided by nearly 0. Detect groups of equal rewards before the division")
     beside = task.group_advantages(torch.tensor([[0.7] * 7, [0.0] * 6 + [1.0]]))
-    assert float(beside[0].abs().max()) == 0, "a group of equal rewards beside another group is not 0: compare in each row (dim=1)"
-    assert float(beside[1].abs().max()) > 0, "a group beside one of equal rewards is 0: compare in each row (dim=1)"
+    assert float(beside[0].abs().max()) == 0, "equal rewards beside another group have advantages: compare within each row (dim=1)"
+    assert float(beside[1].abs().max()) > 0, "a group beside equal rewards has no advantages: compare within each row (dim=1)"
 
 
 def test_2_leave_one_out():
