@@ -54,8 +54,8 @@ def save_adapter(model: PreTrainedModel, tokenizer, folder, weights: dict[str, t
 
     model.peft_config["default"].save_pretrained(folder)
     adapter = {f"base_model.model.{name}": x for name, x in get_peft_model_state_dict(model, weights).items()}
-    known = {"format": "pt", "base": model.base_fingerprint}
-    save_file(adapter, folder / "adapter_model.safetensors", known)
+    save_file(adapter, folder / "adapter_model.safetensors", {"format": "pt"})
+    (folder / "base_fingerprint").write_text(model.base_fingerprint)
     tokenizer.save_pretrained(folder)
 
 

@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch.utils.checkpoint import checkpoint
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig, AutoModelForCausalLM,
@@ -98,12 +97,11 @@ def adapter_settings(path: str) -> dict:
     file = Path(path) / "adapter_config.json"
     if not path or not file.exists():
         return {}
-    settings, weights = json.loads(file.read_text()), file.with_name("adapter_model.safetensors")
+    settings, fingerprint = json.loads(file.read_text()), file.with_name("base_fingerprint")
     base = Path(settings["base_model_name_or_path"])
     places = [base, *(folder / base.name for folder in file.resolve().parents[1:3])]   # moved with its run
     found = [place for place in places if base.is_absolute() and place.is_dir()]       # not a hub id
-    known = safe_open(weights, "pt").metadata() if weights.exists() else None
-    trained_on = (known or {}).get("base", "")            # "": a model of a hub, or an adapter made elsewhere
+    trained_on = fingerprint.read_text() if fingerprint.exists() else ""               # "": not known
     same = [place for place in found if trained_on in ("", fingerprint_of_model(place))]
     if found and not same:
         raise ValueError(

