@@ -5,9 +5,8 @@ Explain one step of GRPO on one group, number by number, for a lecture.
     python -m analysis.explain --use_grpo --model_path RUN/final    any model, data and variant
     python -m analysis.explain --output_dir RUN --resume            the next step of a run, from a checkpoint
 
-The flags are those of train.py, and its functions compute every number. Unlike a usual step, this one has a
-batch of one prompt and a single update on the whole group. Nothing is written to disk, and the updated
-weights are discarded.
+The flags are those of train.py, and its functions compute every number. Unlike a step of train.py, this one
+has a batch of one prompt and makes one update on the whole group. Nothing is written to disk.
 """
 
 import sys
@@ -31,13 +30,13 @@ from runs.folder import or_none
 from runs.run import Run
 from runs.setup import set_up
 
-COLD_STEPS = 100                # most supervised steps before it: the demonstration needs right answers
+COLD_STEPS = 100                # maximum number of supervised steps before it, so that some answers are right
 BATCHES = 20                    # number of batches that are searched for a group with unequal rewards
 TOKENS_SHOWN = 6                # number of tokens shown of a completion: the least likely ones
 
 
 def main(argv: list[str]) -> None:
-    """Set up a run with flags of train.py, and print its next step of GRPO, number by number."""
+    """Set up a run from flags of train.py, and print its next step of GRPO, number by number."""
     config = parse_config([*argv, "--check"])             # --check: write nothing
     if not config.training.use_grpo:
         raise ValueError("only a step of GRPO can be explained; add --use_grpo")
@@ -59,13 +58,19 @@ def main(argv: list[str]) -> None:
     show_tokens(run, title, batch, old, picked)
 
     reference = run.reference if config.exact_kl else None
-    losses = policy.forward_backward(batch, partial(train.grpo_loss, config), reference=reference)
+    loss_scale = policy.scaler.get_scale() if hasattr(policy, "scaler") else 1   # not 1 in float16
+    norms = []
+    for max_tokens in 1, policy.max_tokens:               # 1: each completion gets its own forward pass
+        policy.max_tokens = max_tokens
+        policy.clear_gradient()
+        losses = policy.forward_backward(batch, partial(train.grpo_loss, config), reference=reference)
+        norms.append(policy.clip_gradient(torch.inf) / loss_scale)               # inf: only compute it
     show_loss(run, losses, batch)
     rate, max_norm = policy.scheduler.get_last_lr()[0], run.config.training.max_grad_norm
-    norm = policy.optimizer_step(max_norm)["grad_norm"]
+    policy.optimizer_step(max_norm)
     run.console.print(
-        f"5. The update: gradient norm {norm:.4g}, clipped to {max_norm:g} if larger; "
-        f"{type(policy.optimizer).__name__}, learning rate {rate:.3g}")
+        f"5. The update: gradient norm {norms[1]:.4g} (with one completion per pass: {norms[0]:.4g}), "
+        f"clipped to {max_norm:g} if larger; {type(policy.optimizer).__name__}, learning rate {rate:.3g}")
 
     new = policy.log_probs(rollout).logp
     title = "6. The same tokens after the update, as in a second epoch on this rollout"
@@ -79,7 +84,7 @@ def main(argv: list[str]) -> None:
 
 
 def train_until_grpo(run: Run) -> None:
-    """Begin the GRPO phase. If a supervised phase comes first, take at most COLD_STEPS steps of it."""
+    """Begin the GRPO phase; if a cold start comes first, take at most COLD_STEPS steps of it."""
     if run.has_taken_all_steps:
         raise ValueError("this run is complete; explain its policy with --model_path RUN/final")
     run.begin_phase()
@@ -94,19 +99,19 @@ def train_until_grpo(run: Run) -> None:
 
 
 def mean_advantages(experience: Experience) -> Tensor:
-    """Return the mean advantage over the tokens of each completion, (G,); 0 if it is not trained on."""
+    """Return the mean advantage of each completion's tokens, (G,); 0 if the loss excludes the completion."""
     mask = experience.mask
     return (experience.advantages * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
 
 
 def find_group(run: Run) -> Groups:
-    """Return the first group with unequal rewards in at most BATCHES batches; without rewards, any group."""
+    """Return the first group with unequal rewards in BATCHES batches; without reward functions, any group."""
     for number in range(1, BATCHES + 1):
         groups = train.sample_groups(run, next(run.batches))
         if run.config.grpo.reward_functions == ["none"] or not groups.tied.all():
             size, first = len(groups.tied), int(groups.tied.int().argmin())
-            tied = f"{int(groups.tied.sum())} of {size} groups in batch {number} have zero variance"
-            run.console.print(f"{tied}; this is group {first}")
+            count = f"{int(groups.tied.sum())} of {size} groups in batch {number}"
+            run.console.print(f"{count} have zero variance; this is group {first}")
             return groups.select(torch.arange(size) == first)
     raise ValueError(
         f"all groups of {BATCHES} batches have zero variance, so all advantages are 0; use another reward "
@@ -157,11 +162,11 @@ def show_completions(run: Run, groups: Groups, experience: Experience) -> None:
         for g, advantage in enumerate(advantages)
     ])
     how = "value head" if config.use_value_head else f"baseline {config.baseline}, scale {config.scale}"
-    console.print(f"   A: {how}; if tokens differ in A, their mean is shown")
+    console.print(f"   A: {how}; if A differs between the tokens of a completion, their mean is shown")
 
 
 def show_tokens(run: Run, title: str, batch: Batch, logp: Tensor, picked: list[tuple]) -> None:
-    """Print ratio, loss and KL of the picked tokens (row, t). logp (G, T): under the current policy."""
+    """Print ratio, loss and KL of the picked tokens (row, t). logp (G, T) is that of the current policy."""
     decode, old_logp = run.policy.tokenizer.decode, batch.old_logp
     loss, clipped, log_ratio = token_loss(                                       # (G, T) each
         logp, old_logp, batch.advantages, batch.mask, **run.config.grpo.loss_arguments)
@@ -182,14 +187,13 @@ def show_tokens(run: Run, title: str, batch: Batch, logp: Tensor, picked: list[t
 def show_loss(run: Run, losses: dict, batch: Batch) -> None:
     """Print the terms of the loss, their sum, and the weights of tokens."""
     console, config = run.console, run.config.grpo
-    terms = [name for name in losses if name == "policy_loss" or name.endswith("_term")]
-    lines = [[name, f"{losses[name]:+.6f}"] for name in [*terms, "total_loss"]]
-    show(console, "4. The loss", ["term", "value"], lines)
+    terms = [name for name in losses if name == "policy_loss" or name.endswith("_term")] + ["total_loss"]
+    show(console, "4. The loss", ["term", "value"], [[name, f"{losses[name]:+.6f}"] for name in terms])
     of_tokens = batch.weights[batch.mask]
     console.print(
         f"   {config.loss_type}: {config.aggregation} of the losses of {len(of_tokens)} tokens, with weights "
         f"from {of_tokens.min():.3g} to {of_tokens.max():.3g}")
-    console.print("   every ratio is still 1, so the value of policy_loss says little; its gradient matters")
+    console.print("   all ratios are still 1, so only the gradient of policy_loss matters, not its value")
 
 
 if __name__ == "__main__":

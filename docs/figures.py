@@ -1,12 +1,12 @@
 """
-Draw the figures of docs/walkthrough.md and docs/lecture.md, with the functions that train: nothing is drawn by hand.
+Draw the figures of docs/walkthrough.md and docs/lecture.md. All values are computed by the functions that train.
 
     python docs/figures.py                   docs/figures/*.svg, in seconds
     python docs/figures.py --train           train, and draw the curve: outputs/figures/curve.svg, in a minute or two
     python docs/figures.py --train --keep    the same into docs/figures, which changes the published figure
 
-The run has the demonstration's task, smaller: two numbers made of the digits 0 to 4 are added, answered without reasoning, 497 to
-train on and 128 others. A supervised cold start, then GRPO.
+The run trains on a smaller version of the demonstration's task: additions of numbers made of the digits 0 to 4, answered without
+reasoning, 497 for training and 128 held out. A supervised cold start is followed by GRPO.
 """
 
 import argparse
@@ -48,12 +48,12 @@ BLUE, ORANGE, GREEN, RED, GREY = "tab:blue", "tab:orange", "tab:green", "tab:red
 
 
 def save(figure: Figure, name: str, folder: Path = FOLDER) -> None:
-    """Write the same bytes each time, so that a figure changes only when what it shows does."""
+    """Write a figure without a date, so that the file changes only when the drawing does."""
     figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
 
 
 def random_groups() -> tuple:
-    """A random tiny model, two prompts and three completions of each: examples and rollout."""
+    """Return a tiny random model, two examples and a rollout with three completions of each."""
     torch.manual_seed(0)
     model, tokenizer = load_any_policy(ModelConfig())
     examples = data.load_examples("arithmetic", limit=2)
@@ -63,7 +63,7 @@ def random_groups() -> tuple:
 
 
 def draw_flow(model, examples: list[dict], rollout) -> None:
-    """The functions a step goes through, with the shapes of what they hand on: of a real one, 2 prompts x 3 completions."""
+    """Draw the functions of a step and the shapes of their results, for 2 prompts x 3 completions."""
     scores, _ = rewards.compute_rewards_for_completions([rewards.reasoning_coherence], [1.0], rollout, examples)
     advantages = grpo.compute_group_advantages(scores)
     logp = logprobs.completion_log_probs(model, rollout).logp
@@ -98,7 +98,7 @@ def draw_flow(model, examples: list[dict], rollout) -> None:
 
 
 def draw_groups() -> None:
-    """Rewards of four groups, and the advantages that compute_group_advantages makes of them."""
+    """Draw the rewards of four groups, and their advantages by compute_group_advantages."""
     nan = torch.nan
     scores = torch.tensor([[1, 0, 0, 1.0], [1.3, 0.3, 0.3, 0.3], [0.7, 0.7, 0.7, 0.7], [1.0, nan, 0.5, 0.0]])
     advantages = grpo.compute_group_advantages(scores)
@@ -118,9 +118,9 @@ def draw_groups() -> None:
 
 
 def draw_pack(rollout) -> None:
-    """Draw what attends to what in a pass of one prompt and its three completions, without and with a window of 6 positions.
+    """Draw which tokens attend to which in a pass of one prompt and three completions, without and with a window of 6.
 
-    The keys of a row in two colours: its own, and those of its prompt.
+    The keys of a row have two colours: one for its own, one for those of its prompt.
     """
     batch = pack_groups(rollout, torch.arange(3))
     positions, layout = batch.positions[0], batch.layout
@@ -147,7 +147,7 @@ def draw_pack(rollout) -> None:
 
 
 def loss_and_slope(ratio: torch.Tensor, advantage: float, **kind) -> tuple[torch.Tensor, torch.Tensor]:
-    """policy_loss of single tokens, each in a call of its own, where its weight is 1, and its slope by logp."""
+    """Return policy_loss of single tokens and its slope by logp. Each token has its own call, so its weight is 1."""
     logp = ratio.log()[:, None].requires_grad_()
     mask = torch.ones_like(logp, dtype=torch.bool)
     losses = []
@@ -160,7 +160,7 @@ def loss_and_slope(ratio: torch.Tensor, advantage: float, **kind) -> tuple[torch
 
 
 def draw_clip() -> None:
-    """Loss and gradient of one token over its ratio."""
+    """Draw loss and gradient of one token over its ratio."""
     ratio = torch.linspace(0.05, 4, 159)
     figure = Figure(figsize=(7.4, 4.6), layout="constrained")
     for column, advantage in zip(figure.subplots(2, 2, sharex=True).T, (1.0, -1.0), strict=True):
@@ -179,7 +179,7 @@ def draw_clip() -> None:
 
 
 def mean_gradients(p: torch.Tensor, q: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Gradient of the mean of each estimator with respect to the logits of p, tokens drawn from p, by enumeration."""
+    """Return the gradient of each estimator's mean over tokens from p with respect to the logits of p, by enumeration."""
     logits = p.log().requires_grad_()
     logp = logits.log_softmax(0)
     ratio = (logp - logp.detach()).exp()
@@ -192,7 +192,7 @@ def mean_gradients(p: torch.Tensor, q: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def draw_kl() -> None:
-    """Values of the estimators at one token, and what their mean gradient is for a policy of two tokens."""
+    """Draw the values of the estimators at one token, and their mean gradients for a policy of two tokens."""
     x = torch.linspace(-2.5, 2.5, 201)
     figure = Figure(figsize=(7.4, 3.1), layout="constrained")
     left, right = figure.subplots(1, 2)
@@ -245,7 +245,7 @@ def train_small(target: Path) -> None:
 
 
 def draw_curve(folder: Path = FOLDER) -> None:
-    """Draw held-out accuracy, tied groups and entropy from curve.jsonl in the folder."""
+    """Draw held-out accuracy, the share of zero-variance groups and entropy from curve.jsonl in the folder."""
     lines = read_lines(folder / "curve.jsonl")
     evals, steps = ([line for line in lines if (line["phase"] == "eval") == held_out] for held_out in (True, False))
     grpo_steps = [line for line in steps if line["phase"] == "grpo"]

@@ -18,8 +18,8 @@ from runs.setup import set_up
 
 
 def reward_file(folder, body):
-    (folder / "points.py").write_text(f"def points(completions, **columns):\n    return [{body} for c in completions]\n")
-    return f"{folder}/points.py:points"
+    (folder / "mine.py").write_text(f"def mine(completions, **columns):\n    return [{body} for c in completions]\n")
+    return f"{folder}/mine.py:mine"
 
 
 FLAGS = "--use_grpo --batch_size 1 --max_steps 9 --cold_start_steps 0 --learning_rate 1e-3 --warmup_ratio 0".split()
@@ -32,7 +32,7 @@ def explained(folder, capsys, *flags, body="len(c)"):
     return capsys.readouterr().out
 
 
-def test_a_group_that_is_not_tied_is_searched_for_and_its_absence_is_reported(tmp_path, capsys, monkeypatch):
+def test_a_group_with_unequal_rewards_is_searched_for_and_its_absence_is_reported(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(explain, "BATCHES", 3)
     with pytest.raises(ValueError, match="all groups of 3 batches have zero variance"):
         explained(tmp_path, capsys, body="1.0")
@@ -83,7 +83,7 @@ def tables(monkeypatch):
 
 
 def test_every_table_by_hand(tmp_path, capsys, tables):
-    """Three groups, of which the first is tied: the second is explained. Two reward functions, clipped; a large update."""
+    """The first of three groups has zero variance: the second is explained. Two reward functions, a clip, a large update."""
     (tmp_path / "two.py").write_text(
         "def first(completions, **columns):\n"
         "    return [1.0 if i < 4 else sum(map(ord, c)) % 97 / 50 for i, c in enumerate(completions)]\n"
@@ -105,34 +105,27 @@ def test_every_table_by_hand(tmp_path, capsys, tables):
     assert "1 of 3 groups in batch 1 have zero variance; this is group 1\n" in printed
     assert f"prompt: {prompts[1]!r}, answer: {examples[1]['answer']!r}" in printed
 
-    head, lines = tables["1"]
     logp = [whole.sampling_logp[row][whole.completion_mask[row]] for row in rows]
-    assert lines == [
+    assert tables["1"][1] == [
         [str(g), repr(texts[g]), str(len(logp[g])), f"{sum(logp[g].tolist()):.3f} nat",
          "stop token" if run.policy.tokenizer.eos_token_id in whole.completion_ids[row] else "length limit"]
         for g, row in enumerate(rows)]
 
     head, lines = tables["2"]
     first, second = [sum(map(ord, text)) % 97 / 50 for text in texts], [len(set(text)) / 20 for text in texts]
-    rewards = [a + 2 * b for a, b in zip(first, second, strict=True)]
-    points = [min(reward, 1.7) for reward in rewards]
-    assert max(rewards) > 1.7 > min(rewards), "some are clipped"
-    mean = sum(points) / 4
-    std = (sum((point - mean) ** 2 for point in points) / 3) ** 0.5
-    advantages = [(point - mean) / std for point in points]
-    names = [name.partition(" x ") for name in head[1:3]]
-    assert [name[0].rpartition(":")[2] for name in names] == ["first", "second"] and [name[2] for name in names] == ["1", "2"]
-    assert head[3:] == ["r", "r, clipped or penalised", "A"]
+    scores = [a + 2 * b for a, b in zip(first, second, strict=True)]
+    rewards = [min(score, 1.7) for score in scores]
+    assert max(scores) > 1.7 > min(scores), "some are clipped"
+    mean = sum(rewards) / 4
+    advantages = [(reward - mean) / (sum((r - mean) ** 2 for r in rewards) / 3) ** 0.5 for reward in rewards]
+    assert [name.rpartition(":")[2] for name in head[1:]] == ["first x 1", "second x 2", "r", "r, clipped or penalised", "A"]
     for g, line in enumerate(lines):
-        wanted = [g, first[g], second[g], rewards[g], points[g], advantages[g]]
+        wanted = [g, first[g], second[g], scores[g], rewards[g], advantages[g]]
         assert list(map(float, line)) == pytest.approx(wanted, abs=0.0051)
     assert "A: baseline group_mean, scale group" in printed
 
     order = sorted(range(4), key=lambda g: -advantages[g])
-    picked = []
-    for g in order[0], order[-1]:
-        least = sorted(range(len(logp[g])), key=lambda t: logp[g][t])[:6]
-        picked += [(g, t) for t in sorted(least)]
+    picked = [(g, t) for g in (order[0], order[-1]) for t in sorted(logp[g].argsort(stable=True)[:6].tolist())]
     (head, before), (_, after) = tables["3"], tables["6"]
     assert [line[:3] for line in before] == [
         [str(g), repr(run.policy.tokenizer.decode([int(whole.completion_ids[4 + g, t])])), f"{logp[g][t]:.4f}"] for g, t in picked]
@@ -162,6 +155,13 @@ def test_every_table_by_hand(tmp_path, capsys, tables):
     for g, (advantage, start, end, change) in enumerate(became):
         assert advantage == pytest.approx(advantages[g], abs=1e-3) and start == pytest.approx(sum(logp[g].tolist()), abs=1e-2)
         assert change == pytest.approx(end - start, abs=2e-4) and change != 0
+
+
+@pytest.mark.parametrize("arguments", [5, 4])             # of policy_loss: with weights, without them
+def test_the_gradient_norm_depends_on_the_size_of_passes_only_without_weights(tmp_path, capsys, monkeypatch, arguments):
+    monkeypatch.setattr(train, "policy_loss", lambda *tensors, loss=train.policy_loss, **options: loss(*tensors[:arguments], **options))
+    norms = map(float, re.search(r"gradient norm ([\d.e-]+) .*?: ([\d.e-]+)\)", explained(tmp_path, capsys)).groups())
+    assert (math.isclose(*norms, rel_tol=1e-3)) == (arguments == 5)
 
 
 def test_a_value_head_gives_each_token_its_own_advantage_and_the_loss_a_term(tmp_path, capsys, tables):
