@@ -1,5 +1,7 @@
 """The Python in the pages: blocks marked `python run` are run in order, a page at a time; all others must at least compile."""
 
+import contextlib
+import io
 import re
 import sys
 from dataclasses import replace
@@ -22,14 +24,22 @@ def blocks(page, kind="python[^\n]*"):
 
 
 RUN = [page for page in PAGES if blocks(page, "python run")]
+NUMBER = r"-?\d+\.\d+"
 
 
 @pytest.mark.parametrize("page", RUN, ids=lambda page: page.name)
-def test_the_python_of_a_page_runs_and_its_asserts_hold(page):
+def test_the_python_of_a_page_runs_its_asserts_hold_and_it_prints_what_is_shown(page):
+    """The text blocks of a page, if it has some, are what its blocks print: numbers up to their last digit."""
     names, code = {}, blocks(page, "python run")
     assert any("assert " in block for block in code), "nothing that could fail"
-    for block in code:
-        exec(compile(block, page, "exec"), names)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        for block in code:
+            exec(compile(block, page, "exec"), names)
+    shown = "".join(block.lstrip("\n") for block in blocks(page, "text"))
+    outputs = printed.getvalue() if shown else "", shown
+    words, expected = (re.sub(rf" *{NUMBER}", " number", text) for text in outputs)
+    found, right = ([float(number) for number in re.findall(NUMBER, text)] for text in outputs)
+    assert words == expected and found == pytest.approx(right, rel=0.01, abs=0.0015)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
