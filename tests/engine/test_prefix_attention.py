@@ -87,11 +87,11 @@ def test_values_and_gradients_are_those_of_dense_attention(
 
 
 def test_autograd_keeps_no_copy_of_keys_for_each_query_head():
-    """Rows of 64 + 8 tokens, 4 query heads for a key head: query, output, keys and values once, a mask for all, log-sum-exps."""
+    """Rows of 64 + 8 tokens, 2 query heads for each of 2 key heads: query, output, keys and values once, a mask, log-sum-exps."""
     prompt, group, new = 64, 16, 8
     completions = [((0, prompt), (prompt + i * new, new)) for i in range(group)]
     layout = packing.make_layout([(0, prompt)], completions)
-    leaves = [torch.randn(1, heads, prompt + group * new, 16, requires_grad=True) for heads in (4, 1, 1)]
+    leaves = [torch.randn(1, heads, prompt + group * new, 16, requires_grad=True) for heads in (4, 2, 2)]
     kept = {}
 
     def note(tensor):
@@ -99,11 +99,11 @@ def test_autograd_keeps_no_copy_of_keys_for_each_query_head():
         return tensor
 
     module = Layer()
-    module.num_key_value_groups = 4
+    module.num_key_value_groups = 2
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         output, _ = prefix_attention.prefix_attention("sdpa", module, *leaves, token_layout=layout, scaling=0.25)
-    keys = 2 * group * (prompt + new) * 16 * 4
-    assert keys < sum(kept.values()) < 2 * keys
+    keys = 2 * group * (prompt + new) * 2 * 16 * 4
+    assert keys < sum(kept.values()) < 1.8 * keys
     del output
 
 
