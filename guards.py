@@ -209,14 +209,14 @@ def apply_template(tokenizer, messages: list[dict], tools: list | None, **option
     """
     tools, problems = tools or getattr(tokenizer, "tools", None), []
     options |= tokenizer.init_kwargs.get("chat_template_kwargs", {})
-    as_text = json.loads(json.dumps(messages, default=str), object_hook=arguments_as_text)
-    in_parts = [m | {"content": [{"type": "text", "text": m.get("content") or ""}]} for m in messages]
-    for form in messages, as_text, in_parts:
+    for make_form in list, with_arguments_as_text, with_content_in_parts:
+        form = make_form(messages)
         try:
             text = tokenizer.apply_chat_template(
                 form, tools, chat_template=dated_template(tokenizer, tools), tokenize=False, **options)
             text.encode()                                 # an unpaired surrogate cannot be tokenised
-            if form is in_parts and any(str(message["content"]) in text for message in form):
+            literals = [str(m["content"]) for m in form if isinstance(m.get("content"), list)]
+            if any(literal in text for literal in literals):
                 raise ValueError("it writes lists of parts as Python literals")
             problem = lost_text(messages, text)
         except Exception as error:                        # a template may raise anything
@@ -232,6 +232,16 @@ def dated_template(tokenizer, tools: list | None) -> str:
     template = tokenizer.get_chat_template(tools=tools)
     today = getattr(tokenizer, "today", None)
     return CLOCK.sub(lambda call: repr(today.strftime(call[2])), template) if today else template
+
+
+def with_arguments_as_text(messages: list[dict]) -> list[dict]:
+    """Return messages with the `arguments` of tool calls as text of JSON."""
+    return json.loads(json.dumps(messages, default=str), object_hook=arguments_as_text)
+
+
+def with_content_in_parts(messages: list[dict]) -> list[dict]:
+    """Return messages with each content as a list of one part."""
+    return [m | {"content": [{"type": "text", "text": m.get("content") or ""}]} for m in messages]
 
 
 def arguments_as_text(entries: dict) -> dict:

@@ -48,7 +48,7 @@ class TokenLayout:
     slots: Tensor               # (L,) position of each token among those of all blocks
     store: Callable | None = None               # called with each layer's keys and values
     layers: dict = field(default_factory=dict)  # modules that have called attend -> their windows
-    known: dict = field(default_factory=dict)   # masks
+    masks: dict = field(default_factory=dict)   # of blocks, shared by all layers
 
     def attend(self, function, query, key, value, *, module, source, window, folds, is_sdpa) -> Tensor:
         """Compute attention: query (1, H, L, D), key, value (1, K, L, D) -> (1, L, H, D).
@@ -81,12 +81,12 @@ class TokenLayout:
     def mask(self, number: int, first: int, window: int | None, dtype, folds: int = 1) -> Tensor:
         """Return the additive mask of a block from a column on, (b or 1, 1, folds * n, m + n - first)."""
         key = number, window, dtype, folds
-        if key not in self.known:
+        if key not in self.masks:
             block, m = self.blocks[number], self.blocks[number].prompts.shape[1]
             column = torch.arange(m + block.tokens.shape[1], device=self.slots.device)
             visible = attends_to(column[m:, None], column[first:], window) & (column[first:] >= block.padding)
-            self.known[key] = additive_mask(visible.repeat(1, 1, folds, 1), dtype)
-        return self.known[key]
+            self.masks[key] = additive_mask(visible.repeat(1, 1, folds, 1), dtype)
+        return self.masks[key]
 
 
 def attend_folded(function, module, query, key, value, mask, folds: int) -> Tensor:

@@ -43,7 +43,7 @@ class OutOfTime(KeyboardInterrupt):
 
 @dataclass
 class Reports:
-    """What calls of reward functions report about B completions, besides rewards."""
+    """Reports of reward function calls about B completions, besides rewards."""
 
     extra: list[dict] = field(default_factory=list)       # B, name -> value, from log_extra
     metrics: list[tuple[str, float]] = field(default_factory=list)               # from log_metric

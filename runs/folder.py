@@ -216,7 +216,7 @@ def or_none(value) -> float | None:
 def read_records(path: Path, last_steps: int | None = None) -> Iterator[dict]:
     """Yield the records of a file, none if there is no file. Stop at a damaged line, left by a killed run.
 
-    last_steps  yield only the records of the last so many steps; earlier lines are not parsed
+    last_steps  yield only the records of this many last steps; earlier lines are not parsed
     """
     if not path.is_file():
         return

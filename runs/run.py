@@ -25,7 +25,7 @@ from runs.folder import RunFolder
 from runs.phases import Phase, first_reference, is_due, train_in_phase
 from runs.results import evaluate_and_log, print_summary, write_curves_and_report, write_step
 
-MOST_SKIPPED = 3                # so many steps in a row without a finite loss or gradient end a run
+MOST_SKIPPED = 3                # steps in a row without a finite loss or gradient, after which a run ends
 
 
 @dataclass
