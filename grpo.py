@@ -3,8 +3,8 @@ The mathematics of GRPO: tensors in, tensors out. No model, no files, no devices
 
 A training step calls compute_group_advantages, then policy_loss: by default the sum of clipped_loss * weight
 over all tokens. To add a loss, write a function and an entry of LOSSES, the choices of --loss_type. The loss
-must be 0 where the advantage is 0, because such rows are not forwarded. loss_type selects only the loss; set
-the paper's baseline, sampling and clip range separately.
+must be 0 where the advantage is 0, because such rows may not be forwarded. loss_type selects the loss of a
+token and how tokens are averaged; set the paper's baseline, sampling and clip range separately.
 
 Departures from the GRPO paper (arXiv:2402.03300):
     - zero-variance groups, whose rewards are equal, have advantages of exactly 0
@@ -27,7 +27,7 @@ from torch import Tensor
 
 BASELINES = "group_mean", "group_median", "global_mean", "leave_one_out"         # choices of --baseline
 CENTERED_BASELINES = "group_mean", "leave_one_out"        # under these the advantages of a group sum to 0
-SCALES = "group", "batch", "mean", "none"                 # --advantage_scale; none: --normalize_advantages
+SCALES = "group", "batch", "mean", "none"                 # --advantage_scale
 
 
 def compute_group_advantages(
@@ -140,7 +140,7 @@ def token_loss(
 
     logp, old_logp, advantages, mask  as for policy_loss
     clip_low, clip_high  the ratio is clipped to 1 - clip_low ... 1 + clip_high; cispo: only the upper limit
-    off_policy_limit     nats: see too_unlikely
+    off_policy_limit     nats: see off_policy_mask
     options    options of the loss type: the parameters of its function after *, such as dual_clip=3.0 of dapo
     returns    (B, T) each: loss; clipped, bool; log_ratio = logp - old_logp, 0 where mask is False
     """
@@ -160,7 +160,7 @@ def token_loss(
         logp=torch.where(mask, logp, 0.0), log_ratio=log_ratio, advantages=advantages, mask=mask,
         clip_low=clip_low, clip_high=clip_high, **options,
     )
-    dropped = too_unlikely(log_ratio, advantages, mask, off_policy_limit)
+    dropped = off_policy_mask(log_ratio, advantages, mask, off_policy_limit)
     return torch.where(dropped, 0.0, loss), clipped | dropped, log_ratio.detach()
 
 
@@ -181,8 +181,8 @@ def clipped_loss(
     """
     if advantages.shape not in (log_ratio.shape, (len(log_ratio), 1)):  # (1, G) would broadcast if T = G
         raise ValueError(f"advantages {tuple(advantages.shape)} must be (B, 1) or (B, T): .view(-1, 1)")
-    # Once the ratio has left the interval in the direction that A rewards, the gradient is 0. On the other
-    # side of the interval it is not, unless dual_clip removes it: there A < 0 and the ratio is large.
+    # The gradient is 0 if A > 0 and ratio > 1 + clip_high, if A < 0 and ratio < 1 - clip_low, and with
+    # dual_clip also if A < 0 and ratio > dual_clip.
     ratio = log_ratio.clamp(-20, 20).exp()                # at most e^20: inf * 0 would be NaN
     unclipped = ratio * advantages
     gain = torch.minimum(unclipped, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
@@ -193,7 +193,7 @@ def clipped_loss(
     return -gain, clipped
 
 
-def too_unlikely(log_ratio: Tensor, advantages: Tensor, mask: Tensor, off_policy_limit: float) -> Tensor:
+def off_policy_mask(log_ratio: Tensor, advantages: Tensor, mask: Tensor, off_policy_limit: float) -> Tensor:
     """Select tokens with negative advantages in completions that have become too unlikely since sampling.
 
         A < 0 and mean(old_logp - logp) > off_policy_limit
@@ -306,60 +306,6 @@ def importance_weights(trainer_logp: Tensor, sampling_logp: Tensor, mask: Tensor
     return torch.where(mask, trainer_logp - sampling_logp, 0.0).detach().exp().clamp(max=cap)
 
 
-# ---- training with a critic --------------------------------------------------------------------------------
-
-
-def value_loss(
-    values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, weights: Tensor | None = None, *,
-    clip: float = 0.2,
-) -> Tensor:
-    """Compute the squared error of a critic, clipped to within clip of its values at sampling time.
-
-        0.5 * max((V - R)**2, (clip(V, old_V - c, old_V + c) - R)**2) * weight
-
-    The result is summed over the tokens where mask is True; c is the argument clip.
-
-    values (with gradient), old_values, returns  (B, T): V, old_V, R;  mask  (B, T) bool
-    weights  (B, T) as for policy_loss; None: a mean over tokens
-    returns  a scalar. PPO's value clipping: arXiv:2005.12729 sec. 3.
-    """
-    assert values.shape == old_values.shape == returns.shape, f"{old_values.shape=} {returns.shape=}"
-    assert weights is None or weights.shape == mask.shape, f"{weights.shape=} {mask.shape=}"
-    near = old_values + (values - old_values).clamp(-clip, clip)
-    error = 0.5 * torch.maximum((values - returns).square(), (near - returns).square())
-    return weighted_loss(error, token_weights(mask) if weights is None else weights * mask)
-
-
-def generalized_advantage_estimation(
-    rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float = 0.99, lam: float = 0.95
-) -> tuple[Tensor, Tensor]:
-    """Compute token-level advantages from a critic.
-
-        delta    r + gamma * next_V - V
-        A        delta + gamma * lam * next_A
-        R        A + V
-
-    This is computed from the last token to the first; after the last token next_V and next_A are 0.
-
-    rewards, values  (B, T), r and V: V is the expected reward before a token
-    mask             (B, T) bool, True on tokens that the policy sampled; all others are skipped
-    returns          advantages A and value targets R: (B, T), 0 where mask is False; no gradient
-
-    lam=1 gives return minus value, lam=0 the one-step TD error. arXiv:1506.02438 eq. 16.
-    """
-    assert rewards.shape == values.shape == mask.shape, f"{rewards.shape=} {values.shape=} {mask.shape=}"
-    values = values.detach()
-    advantages = torch.zeros_like(values)
-    next_value = torch.zeros_like(values[:, 0])                                  # (B,)
-    next_advantage = torch.zeros_like(values[:, 0])
-    for t in reversed(range(values.shape[1])):
-        delta = rewards[:, t] + gamma * next_value - values[:, t]
-        advantages[:, t] = torch.where(mask[:, t], delta + gamma * lam * next_advantage, 0.0)
-        next_advantage = torch.where(mask[:, t], advantages[:, t], next_advantage)
-        next_value = torch.where(mask[:, t], values[:, t], next_value)
-    return advantages, torch.where(mask, advantages + values, 0.0)
-
-
 # ---- other losses ------------------------------------------------------------------------------------------
 # token_loss passes to each function logp and log_ratio (both 0 where mask is False), advantages (B, 1) or
 # (B, T), mask, clip_low and clip_high. Parameters after * are options, with bounds in LOSSES; unused holds
@@ -462,7 +408,7 @@ def sequence_mask(
 
 @dataclass(frozen=True)
 class Loss:
-    """An entry of LOSSES. The docstring of per_token has the formula; its parameters are what it reads."""
+    """An entry of LOSSES. The docstring of per_token has the formula; its parameters name what it uses."""
 
     per_token: Callable
     aggregation: str                                      # see token_weights
@@ -486,3 +432,57 @@ LOSSES = {                      # the keys are the choices of --loss_type
     "sequence_mask": Loss(sequence_mask, "token_mean", LIMITS, corrects_sampler=True),
     "reinforce": Loss(reinforce, "token_mean"),
 }
+
+
+# ---- training with a critic --------------------------------------------------------------------------------
+
+
+def value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, weights: Tensor | None = None, *,
+    clip: float = 0.2,
+) -> Tensor:
+    """Compute the loss of PPO's critic: the larger error of its value and of the value clipped near old_V.
+
+        0.5 * max((V - R)**2, (clip(V, old_V - c, old_V + c) - R)**2) * weight
+
+    The result is summed over the tokens where mask is True; c is the argument clip.
+
+    values (with gradient), old_values, returns  (B, T): V, old_V, R;  mask  (B, T) bool
+    weights  (B, T) as for policy_loss; None: a mean over tokens
+    returns  a scalar. PPO's value clipping: arXiv:2005.12729 sec. 3.
+    """
+    assert values.shape == old_values.shape == returns.shape, f"{old_values.shape=} {returns.shape=}"
+    assert weights is None or weights.shape == mask.shape, f"{weights.shape=} {mask.shape=}"
+    near = old_values + (values - old_values).clamp(-clip, clip)
+    error = 0.5 * torch.maximum((values - returns).square(), (near - returns).square())
+    return weighted_loss(error, token_weights(mask) if weights is None else weights * mask)
+
+
+def generalized_advantage_estimation(
+    rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float = 0.99, lam: float = 0.95
+) -> tuple[Tensor, Tensor]:
+    """Compute token-level advantages from a critic.
+
+        delta    r + gamma * next_V - V
+        A        delta + gamma * lam * next_A
+        R        A + V
+
+    This is computed from the last token to the first; after the last token next_V and next_A are 0.
+
+    rewards, values  (B, T), r and V: V is the expected reward before a token
+    mask             (B, T) bool, True on tokens that the policy sampled; all others are skipped
+    returns          advantages A and value targets R: (B, T), 0 where mask is False; no gradient
+
+    lam=1 gives return minus value, lam=0 the one-step TD error. arXiv:1506.02438 eq. 16.
+    """
+    assert rewards.shape == values.shape == mask.shape, f"{rewards.shape=} {values.shape=} {mask.shape=}"
+    values = values.detach()
+    advantages = torch.zeros_like(values)
+    next_value = torch.zeros_like(values[:, 0])                                  # (B,)
+    next_advantage = torch.zeros_like(values[:, 0])
+    for t in reversed(range(values.shape[1])):
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        advantages[:, t] = torch.where(mask[:, t], delta + gamma * lam * next_advantage, 0.0)
+        next_advantage = torch.where(mask[:, t], advantages[:, t], next_advantage)
+        next_value = torch.where(mask[:, t], values[:, t], next_value)
+    return advantages, torch.where(mask, advantages + values, 0.0)

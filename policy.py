@@ -35,17 +35,17 @@ class Policy:
     """A model and its tokenizer; for training also an optimiser, a scheduler and optionally a value head."""
 
     shares_prompts = False      # True: each prompt is forwarded once for all its completions
-    same_arithmetic = True      # False: sampler and trainer round differently; log_probs compares them
+    same_arithmetic = True      # False: sampler and trainer round differently, as with vLLM
     ratio_tolerance = 0.01      # see require_ratios_of_1
 
     def __init__(self, model, tokenizer, *, max_tokens: int = 2048):
         """max_tokens: the most tokens in a micro-batch, padding included."""
         self.model, self.tokenizer, self.max_tokens = model, tokenizer, max_tokens
         self.steps_begun = 0                              # optimiser steps, including one that raised
-        self.train_with(optimizer=None, scheduler=None)
+        self.set_optimizer(None, None)
 
-    def train_with(self, optimizer, scheduler, value_head=None) -> None:
-        """Set the objects of a training phase. value_head: maps hidden states (N, H) to values (N,)."""
+    def set_optimizer(self, optimizer, scheduler, value_head=None) -> None:
+        """Set what a training phase begins with. value_head: maps hidden states (N, H) to values (N,)."""
         self.optimizer, self.scheduler, self.value_head = optimizer, scheduler, value_head
         self.losses: list[float] = []                     # one for each forward_backward since the last step
 
@@ -68,10 +68,11 @@ class Policy:
         reference  another Policy, to compute the exact KL(policy || reference) at each token
         returns    LogProbs (b, T), on the CPU
         """
+        shape = rollout.completion_mask.shape             # (B, T)
         rows = torch.arange(len(rollout.completion_ids)) if rows is None else rows
         if not len(rows):
-            return LogProbs.of_no_rows(rollout.completion_mask.shape[1])
-        shape, results = rollout.completion_mask.shape, {}
+            return LogProbs.of_no_rows(shape[1])
+        results: dict[str, Tensor] = {}
         for part_rows, new in self.forward_passes(rollout, rows, reference):     # in any order
             for name, x in new.computed().items():
                 results.setdefault(name, torch.zeros(shape))[part_rows] = x.float().cpu()
@@ -81,27 +82,25 @@ class Policy:
         """Compute a loss over the rows of an update, and add its gradient to the parameters' gradients.
 
         batch      a Batch of experience.py
-        loss_fn    loss_fn(new, part) -> (terms, metrics), called once without rows, then per micro-batch
+        loss_fn    loss_fn(new, part) -> (terms, metrics), called for each micro-batch
                      new      LogProbs (b, T) of some rows, with gradient;  part  the Batch of these rows
-                     terms    scalars by name: the loss is the sum of all of them over all micro-batches
-                     metrics  by name: (b, T) is averaged over all forwarded tokens, scalars are added up
+                     terms    scalar tensors by name: the loss is their sum over all micro-batches
+                     metrics  tensors by name: (b, T) are averaged over all forwarded tokens, scalars added up
         reference  another Policy, for new.kl
         returns    total_loss, terms and metrics. If nothing is forwarded, terms are 0 and metrics NaN
 
-        If the only term is named policy_loss, rows whose advantages are all 0 are not forwarded: that loss is
-        proportional to the advantages, so its gradient would be 0. Give no other loss this name.
+        If the only term is named policy_loss, rows whose advantages are all 0 are not forwarded: their
+        gradient would be 0. So give no other loss this name.
         """
-        # Called without rows, loss_fn returns the names of terms and metrics, which decide what is forwarded.
+        # Without rows, loss_fn returns the names of its terms: a new term needs no other declaration.
         no_rows = batch.select(batch.rows[:0])
         terms, metrics = loss_fn(LogProbs.of_no_rows(batch.mask.shape[1]), no_rows)
-        only_policy_loss = terms.keys() == {"policy_loss"}
-        rows = batch.rows_with_gradient(of_policy_loss_alone=only_policy_loss)
-        names = list({"total_loss": 0.0, **terms, **metrics})
-        sums = self.add_gradients(batch, rows, loss_fn, reference) or [0.0] * len(names)
-        results, num_tokens = dict(zip(names, sums, strict=True)), int(batch.mask[rows].sum())
-        for name, x in metrics.items():
-            if x.ndim or not num_tokens:
-                results[name] = results[name] / num_tokens if num_tokens else math.nan
+        rows = batch.rows_with_gradient(of_policy_loss_alone=terms.keys() == {"policy_loss"})
+        num_tokens = int(batch.mask[rows].sum())
+        results = dict.fromkeys(["total_loss", *terms], 0.0) | dict.fromkeys(metrics, math.nan)
+        if num_tokens:
+            results |= self.add_gradients(batch, rows, loss_fn, reference)
+            results |= {name: results[name] / num_tokens for name, x in metrics.items() if x.ndim}
         self.losses.append(results["total_loss"])
         return results
 
@@ -115,7 +114,7 @@ class Policy:
         norm = self.clip_gradient(max_grad_norm)
         skipped = not (math.isfinite(norm) and math.isfinite(sum(self.losses)))
         if norm == 0:
-            self.optimizer.zero_grad()                    # sets None: momentum would apply zeros
+            self.optimizer.zero_grad()                    # to None: with 0, momentum would still move weights
         if not skipped:
             self.steps_begun += 1
             self.optimizer.step()
@@ -134,45 +133,46 @@ class Policy:
 
     def forward(self, rollout: Rollout, rows: Tensor, reference=None) -> LogProbs:
         """Compute the LogProbs (b, T) of some rows in one forward pass, with gradient unless no_grad."""
+        reference_model = None if reference is None else reference.model
         return completion_log_probs(
-            self.model, rollout, rows, reference=reference and reference.model, value_head=self.value_head)
+            self.model, rollout, rows, reference=reference_model, value_head=self.value_head)
 
-    def add_gradients(self, batch, rows: Tensor, loss_fn: Callable, reference) -> list[float]:
-        """Run forward and backward passes. Return the sums of the loss and of all that loss_fn returns."""
-        sums = []
+    def add_gradients(self, batch, rows: Tensor, loss_fn: Callable, reference) -> dict[str, float]:
+        """Run forward and backward passes. Return the sums of the loss, its terms and metrics, by name."""
+        parts = []
         for part_rows, new in self.forward_passes(batch.rollout, rows, reference):
             part = batch.select(part_rows, new.logp.device)
             terms, metrics = loss_fn(new, part)
             loss = sum(terms.values())
             self.backward(loss)
-            values = {"total_loss": loss, **terms, **metrics}.values()
-            sums.append(torch.stack([
-                torch.where(part.mask, x, 0.0).sum() if x.ndim else x for x in values]).detach())
-        return [sum(column) for column in zip(*(x.tolist() for x in sums), strict=True)]
+            parts.append({
+                name: (torch.where(part.mask, x, 0.0).sum() if x.ndim else x).detach()
+                for name, x in {"total_loss": loss, **terms, **metrics}.items()})
+        return {name: sum(float(sums[name]) for sums in parts) for name in parts[0]}
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()
 
     @property
-    def parameters(self) -> list[torch.nn.Parameter]:
+    def trained_parameters(self) -> list[torch.nn.Parameter]:
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def clip_gradient(self, max_norm: float) -> float:
         """Scale the gradient down to max_norm if its norm is larger. Return the norm before."""
-        return float(torch.nn.utils.clip_grad_norm_(self.parameters, max_norm))
+        return float(torch.nn.utils.clip_grad_norm_(self.trained_parameters, max_norm))
 
     def clear_gradient(self) -> None:
         """Clear the gradient, and the losses that it was computed from."""
         self.optimizer.zero_grad()
         self.losses = []
 
-    # ---- other methods that a training step calls ----------------------------------------------------------
+    # ---- other methods -------------------------------------------------------------------------------------
 
     def require_ratios_of_1(self, metrics: dict) -> None:
         """Raise RatioError if sampler and trainer assign different probabilities to the sampled tokens.
 
-        metrics  of the first update on a rollout: ratio_deviation, the mean of |policy / sampler - 1|, NaN
-                 if nothing was forwarded; or sampler_deviation, the same before the update, if it is there
+        metrics  of the first update on a rollout: ratio_deviation, the mean of |policy / sampler - 1|, or NaN
+                 if nothing was forwarded. sampler_deviation, the same before the update, takes precedence
         """
         name = "sampler_deviation" if "sampler_deviation" in metrics else "ratio_deviation"
         deviation = metrics[name]
@@ -182,15 +182,15 @@ class Policy:
                 f"{self.ratio_tolerance:g} is allowed): sampler and trainer give the same tokens different "
                 "probabilities; see docs/troubleshooting.md.")
 
-    def distribute(self, work: Callable, *lists: list) -> list:
-        """Return [work(*lists)]; several processes work on a slice of the lists each, and get all results."""
+    def map_over_processes(self, work: Callable, *lists: list) -> list:
+        """Return [work(*lists)]; of several processes, each works on a slice, and all get all results."""
         return [work(*lists)]
 
     def like(self, model) -> "Policy":
         """Return a policy with another model and the same settings, such as a reference."""
         other = copy.copy(self)
         other.model = model
-        other.train_with(optimizer=None, scheduler=None)
+        other.set_optimizer(None, None)
         return other
 
     @torch.no_grad()

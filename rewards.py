@@ -38,12 +38,15 @@ MAX_REWARD = 1e15               # its square is still finite in float32
 def correctness(completions, answer, **columns) -> list[float | None]:
     """Return 1 if the answer in tags equals the column `answer`, else 0. Several answers count as none.
 
-    The column may hold a list of right answers. Where it is empty or "nan", the reward is None.
+    The column may hold a list of right answers. Where it is blank or "nan", the reward is None.
 
     correctness(["<answer>72.0</answer>"], answer=["72"]) == [1.0]
     {"prompt": "8 * 9 = ?", "answer": "72"}
     """
-    return score_each(lambda text, true: float(same_answer(extract_answer(text), true)), completions, answer)
+    def score_one(text: str, truth) -> float:
+        return float(same_answer(extract_answer(text), truth))
+
+    return score_each(score_one, completions, answer)
 
 
 def reasoning_coherence(completions, **columns) -> list[float]:
@@ -109,7 +112,7 @@ def compute_rewards_for_completions(
     count, shape = len(rollout.completions), (len(examples), -1)
     names = [name_of(function) for function in reward_functions]
     if repeated := {name for name in names if names.count(name) > 1}:
-        raise ValueError(f"several reward functions have the name {', '.join(repeated)}; rename by __name__")
+        raise ValueError(f"several reward functions have the name {', '.join(repeated)}: change a __name__")
     started = {name: function(**arguments) for name, function in zip(names, reward_functions, strict=True)}
     per_function, failed = {}, torch.zeros(count, dtype=torch.bool)
     for (name, result), weight in zip(started.items(), weights, strict=True):
@@ -129,7 +132,7 @@ def weighted_sum(per_function: dict[str, Tensor], weights: list[float]) -> Tenso
     rewards = torch.stack(list(per_function.values()))                                  # (functions, P, G)
     skipped = rewards.isnan().all(dim=2, keepdim=True)            # the function does not apply to this group
     weight = torch.tensor(weights, dtype=rewards.dtype)[:, None, None]
-    if any(weights):
+    if any(weights):                                      # else the score is 0, not missing
         skipped = skipped | (weight == 0)                         # logged only
     weighted = torch.where(skipped, 0.0, rewards * weight)
     return torch.where(skipped.all(dim=0), torch.nan, weighted.sum(dim=0))
@@ -140,7 +143,7 @@ def weighted_sum(per_function: dict[str, Tensor], weights: list[float]) -> Tenso
 
 def text_of(completion) -> str:
     """Return the text of a completion: a string, or the content of the last chat message."""
-    return completion if isinstance(completion, str) else completion[-1]["content"]
+    return completion if isinstance(completion, str) else completion[-1]["content"] or ""
 
 
 def score_each(score_one: Callable, completions, *columns) -> list[float | None]:
@@ -158,7 +161,7 @@ def is_missing(value) -> bool:
 
 
 def extract_answer(text: str) -> str | None:
-    """Return the text between <answer> and </answer>; None if it is blank, or unless there is just one pair.
+    """Return the text between <answer> and </answer>; None unless there is just one pair, with text in it.
 
     Several answers count as none, because otherwise listing all candidates would be rewarded.
     """
@@ -188,8 +191,8 @@ def same_answer(given: str | None, truth) -> bool:
 
 
 def as_number(text: str) -> Decimal | None:
-    """Parse '1,234', '-$72', '72 €', '72.0', '5 %' exactly; None for anything else, such as '1,2345'."""
-    cleaned = re.sub(r"^([+-]?)[$€£]+\s*", r"\1", text.strip().replace("\u2212", "-")).rstrip("%€£. ")
+    """Parse '1,234', '-$72', '72 €', '72.0' exactly, and '5 %' as 5; None for others, such as '1,2345'."""
+    cleaned = re.sub(r"^([+-]?)[$€£]+\s*", r"\1", text.strip().replace("\u2212", "-")).rstrip("%$€£. ")
     if not re.fullmatch(r"[+-]?([0-9]{1,3}(,[0-9]{3})+|[0-9]*)(\.[0-9]*)?([eE][+-]?[0-9]+)?", cleaned):
         return None
     try:
@@ -240,7 +243,7 @@ def read_rewards(returned, count: int, subject: str) -> list[float | None]:
     if len(rewards) != count:
         raise ValueError(f"{subject} returned {len(rewards)} values for {count} completions; {expected}")
     if any(reward and abs(reward) > MAX_REWARD for reward in rewards):
-        raise ValueError(f"{subject} returned a reward beyond +-{MAX_REWARD:g}; return None if unable")
+        raise ValueError(f"{subject} returned a reward beyond +-{MAX_REWARD:g}; return None instead")
     return rewards
 
 

@@ -9,7 +9,7 @@ same completions without copying the cache; train.py uses it on a GPU and for lo
 Each completion has its own RNG stream, seeded by its prompt's seed and its index in the group, so results do
 not depend on batching, up to rounding in the model.
 With an environment, a completion has several turns. Each turn of the policy ends with a stop token; then
-`reply` appends the environment's tokens, which are forwarded one by one like sampled tokens:
+`reply` returns the environment's tokens. They are appended, and forwarded one by one like sampled tokens:
 
     ids        p p p | c c s e e e c c s      p prompt, c sampled, s sampled stop token, e environment
     sampled            1 1 1 0 0 0 1 1 1      becomes completion_mask
@@ -37,7 +37,7 @@ from data import after_turn, encode_demonstration, encode_prompt, prompt_of
 from logprobs import compute_logits, distribution_of, restrict_logits
 
 DROP_BELOW = 0.75               # finished rows are removed, by a copy, if at most this share is unfinished
-CHECK_EVERY = 8                 # tokens between checks for finished rows on a GPU: each check is a wait
+CHECK_EVERY = 8                 # tokens between checks for finished rows on a GPU: each waits for the GPU
 
 
 @dataclass
@@ -81,20 +81,19 @@ def sample_completions_for_prompts(
         for first in range(0, len(prompts), prompts_at_once):
             batch, first_row = prompt_ids[first : first + prompts_at_once], first * group_size
             batch_uniforms = uniforms[first_row : first_row + len(batch) * group_size]
-            batch_reply = reply and (lambda row, ids, first_row=first_row: reply(first_row + row, ids))
-            parts.append(sample_batch(model, tokenizer, batch, batch_uniforms, distribution, batch_reply))
-    columns = map(torch.cat, zip(*parts, strict=True))    # all ids, sampled, filled, logp, finished
-    return make_rollout(tokenizer, prompt_ids, distribution, *columns)
+            parts.append(
+                sample_batch(model, tokenizer, batch, batch_uniforms, distribution, reply, first_row))
+    return concatenate(parts)
 
 
 def sample_batch(
     model, tokenizer, prompts: list[list[int]], uniforms: Tensor, distribution: dict,
-    reply: Callable | None,
-) -> tuple[Tensor, ...]:
+    reply: Callable | None, first_row: int,
+) -> Rollout:
     """Sample the completions of some prompts as one batch. Here B and T are the shape of uniforms.
 
-    uniforms  (B, T) a random number for each token
-    returns   arguments of make_rollout, on the CPU: ids, sampled, filled, logp (B, T), and finished (B,)
+    uniforms   (B, T) a random number for each token
+    first_row  the index of the first completion of the batch, for reply
     """
     device = next(model.parameters()).device
     num_rows, limit = uniforms.shape
@@ -114,10 +113,10 @@ def sample_batch(
         ids[rows, t] = torch.where(is_sampled, token, ids[rows, t])
         logp[rows, t] = torch.where(is_sampled, token_logp.float(), 0.0)
         sampled[rows, t] = is_sampled
-        ends_turn = is_sampled & torch.isin(token, stops)                        # (b,)
-        finished[rows] |= ends_turn                       # add_replies may set it back
+        ended = rows[is_sampled & torch.isin(token, stops)]          # completions whose turn ends here
         if reply:
-            add_replies(reply, rows[ends_turn].tolist(), ids, replied, finished, t + 1)
+            ended = add_replies(reply, ended, ids, replied, t + 1, first_row)
+        finished[ended] = True
         if t + 1 == limit:
             break
         if device.type == "cpu" or t % CHECK_EVERY == 0:
@@ -127,7 +126,8 @@ def sample_batch(
         mask = torch.cat([prompt_mask[rows], prompt_mask.new_ones(len(rows), t + 1)], dim=1)
         last = ids[rows, t, None].masked_fill(finished[rows, None], 0)           # pad may have no embedding
         logits = next_logits(model, last, mask, cache)
-    return tuple(x.cpu() for x in (ids, sampled, sampled | replied, logp, finished))
+    columns = (x.cpu() for x in (ids, sampled, sampled | replied, logp, finished))
+    return make_rollout(tokenizer, prompts, distribution, *columns)
 
 
 def forward_prompts(
@@ -139,9 +139,9 @@ def forward_prompts(
     """
     ids, mask = (x.to(rows.device) for x in left_pad(prompts, 0))                # (P, Tp)
     logits = next_logits(model, ids, mask, cache)                                # (P, V)
-    prompt_of = rows // (len(rows) // len(prompts))
-    cache.reorder_cache(prompt_of)
-    return logits[prompt_of], mask[prompt_of]
+    prompt_index = rows // (len(rows) // len(prompts))    # (B,)
+    cache.reorder_cache(prompt_index)
+    return logits[prompt_index], mask[prompt_index]
 
 
 def drop_finished(finished: Tensor, rows: Tensor, cache: DynamicCache) -> Tensor:
@@ -154,14 +154,21 @@ def drop_finished(finished: Tensor, rows: Tensor, cache: DynamicCache) -> Tensor
 
 
 def add_replies(
-    reply: Callable, ended: list[int], ids: Tensor, replied: Tensor, finished: Tensor, start: int
-) -> None:
-    """Append the environment's tokens, from column start on, to the rows whose turn has ended."""
-    for row in ended:
-        added = reply(row, ids[row, :start].tolist())[: ids.shape[1] - start]
-        ids[row, start : start + len(added)] = torch.tensor(added, dtype=torch.long, device=ids.device)
-        replied[row, start : start + len(added)] = True
-        finished[row] = not added                         # after a reply, another turn follows
+    reply: Callable, ended: Tensor, ids: Tensor, replied: Tensor, start: int, first_row: int
+) -> Tensor:
+    """Append the environment's tokens, from column start on, to rows whose turn has ended.
+
+    Returns the rows without a reply, in which no other turn follows.
+    """
+    finished = []
+    for row in ended.tolist():
+        tokens = reply(first_row + row, ids[row, :start].tolist())
+        if not tokens:
+            finished.append(row)
+        end = min(start + len(tokens), ids.shape[1])
+        ids[row, start:end] = torch.tensor(tokens[: end - start], dtype=torch.long, device=ids.device)
+        replied[row, start:end] = True
+    return ended.new_tensor(finished)
 
 
 def next_logits(model, ids: Tensor, mask: Tensor, cache: DynamicCache) -> Tensor:
@@ -204,7 +211,7 @@ def sampling_mode(model):
     training = model.training
     try:
         model.eval()
-        # Autocast keeps 16-bit copies of weights until its outermost context ends: this one, for all tokens.
+        # An inner autocast, of 16-bit training, keeps its copies of weights until this outer context ends.
         with torch.no_grad(), torch.autocast(model.device.type, enabled=False):
             yield
     finally:

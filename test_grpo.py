@@ -610,7 +610,7 @@ def test_every_function_but_four_works_copied_alone_into_another_project():
         generalized_advantage_estimation: lambda f: f(ones, ones, mask),
         overlong_penalty: lambda f: f(torch.tensor([3, 4]), max_tokens=4, buffer=2),
         importance_weights: lambda f: f(ones, ones, mask, cap=2.0),
-        grpo.too_unlikely: lambda f: f(ones, ones, mask, 1.0),
+        grpo.off_policy_mask: lambda f: f(ones, ones, mask, 1.0),
     } | {loss.per_token: lambda f: f(**of_tokens) for loss in LOSSES.values() if loss.per_token is not grpo.gspo}
     functions = {f for f in vars(grpo).values() if inspect.isfunction(f) and f.__module__ == "grpo"}
     assert functions - set(calls) == {policy_loss, token_loss, value_loss, grpo.gspo}

@@ -13,9 +13,9 @@ Units: log-probabilities (logp) and KL are in nats; rewards have no unit.
     policy         the model that is trained
     reference      a second model; the KL penalty keeps the policy close to it
     group          the G completions of one prompt, which are compared with each other
-    score          the weighted sum of the rewards that the reward functions return for a completion
+    score          of a completion: the weighted sum of what the reward functions return for it
     reward         the score after --reward_combination, --reward_clip and --overlong
-    tied group     a zero-variance group: its rewards are equal, so its advantages are 0
+    zero variance  the rewards of a group are equal: its advantages are 0 (tied_groups in metrics.jsonl)
     rollout        completions, and the logp of their tokens when they were sampled
     experience     a rollout with everything that its updates need: advantages, old_logp, reference_logp
     batch          the rows of one update, with the weight of each token in the loss
@@ -32,7 +32,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import islice
 
-from runs.command_line import parse_config  # first, see runs/__init__.py
+from runs.command_line import parse_config  # before torch: runs/__init__.py sets environment variables
 
 import torch
 
@@ -56,7 +56,7 @@ __all__ = [
     "Config", "DataConfig", "GRPOConfig", "ModelConfig", "TrainingConfig", "grpo_training_step",
     "supervised_training_step", "train", "validate_grpo_setup",
 ]
-VALUE_COEF = 0.1                # weight of value_loss, which is half of the squared error
+VALUE_COEF = 0.1                # weight of value_loss
 
 
 def grpo_training_step(run: Run, examples: list[dict]) -> tuple[dict, Experience]:
@@ -79,67 +79,42 @@ def grpo_training_step(run: Run, examples: list[dict]) -> tuple[dict, Experience
     sampling_seconds = time.perf_counter() - started
 
     # 2. Compare each completion with the other completions of its group.
-    advantages = compute_group_advantages(                                       # (P, G); 0 in tied groups
+    advantages = compute_group_advantages(                                       # (P, G)
         groups.rewards, baseline=config.baseline, scale=config.scale, global_mean=progress.mean_reward)
     if config.baseline in CENTERED_BASELINES:
         off_center = float(advantages.sum(dim=1).abs().max() / advantages.abs().max().clamp(min=1))
         require(off_center <= 1e-3, f"the advantages of a group must sum to 0: {off_center=}")
 
     # 3. Compute what stays constant during the updates, (B, T) each: mask, old_logp and advantages. Flags
-    #    add the reference's logp, the KL in the reward, values, and importance weights.
+    #    add the reference's logp, the KL in the reward and importance weights. With a value head, its
+    #    advantages (GAE) replace those of the group.
     experience = compute_experience(groups, advantages, config, policy, run.reference)
 
     # 4. Update the policy: once by default, else on every minibatch of each of the --ppo_epochs.
-    loss_fn, updates = partial(grpo_loss, config), []
+    loss_fn = partial(grpo_loss, config)
     kl_reference = run.reference if config.exact_kl else None        # forwarded with every micro-batch
-    seed = (run.config.training.seed << 32) + progress.step
+    seed = (run.config.training.seed << 32) + progress.step          # shuffles the rows, if they are divided
+    policy_has_changed, updates = False, []
     for rows in islice(minibatches(config, P * G, seed), run.updates_left):
         batch = experience.batch(rows, config.aggregation, max_tokens=config.generation_max_length)
-        losses = policy.forward_backward(batch, loss_fn, reference=kl_reference)
-        if all(earlier["grad_norm"] == 0 for earlier in updates):    # no update has changed the policy
-            policy.require_ratios_of_1(losses | experience.metrics)
-        update = losses | policy.optimizer_step(run.config.training.max_grad_norm)
-        updates.append(update)
-        progress.count(update)
-        move_reference(run, update)
+        stats = policy.forward_backward(batch, loss_fn, reference=kl_reference)
+        if not policy_has_changed:
+            policy.require_ratios_of_1(stats | experience.metrics)
+        stats |= policy.optimizer_step(run.config.training.max_grad_norm)
+        policy_has_changed |= stats["grad_norm"] != 0
+        updates.append(stats)
+        progress.count(stats)
+        move_reference(run, stats)
 
     metrics = summarize_groups(groups, experience) | summarize_updates(updates)
     return metrics | {"sampling_seconds": sampling_seconds}, experience
-
-
-def grpo_loss(config: GRPOConfig, new: LogProbs, batch: Batch) -> tuple[dict, dict]:
-    """Compute the terms of the loss for the rows of a micro-batch, under the current policy.
-
-        loss = policy_loss + kl_coef * KL - entropy_coef * entropy + VALUE_COEF * value_loss
-        KL   = exp(logp - trainer_logp) * (exp(x) - x - 1) by default, with x = reference_logp - logp;
-               trainer_logp is logp before the updates
-
-    new      (b, T) log-probabilities, entropy and values, with gradient
-    batch    (b, T) what was computed before the updates, and the weight of each token in the loss
-    returns  terms, which are scalars whose sum is the loss; and metrics to log: tensors (b, T) are averaged
-             over all forwarded tokens, scalars are added up over the micro-batches
-    """
-    mask, weights = batch.mask, batch.weights
-    loss, metrics = policy_loss(
-        new.logp, batch.old_logp, batch.advantages, mask, weights, **config.loss_arguments)
-    terms = {"policy_loss": loss}
-    metrics["entropy"] = new.entropy
-    if config.kl_term:
-        metrics["kl"] = kl = new.kl if config.exact_kl else sampled_kl(new.logp, batch, config)
-        terms["kl_term"] = config.kl_coef * weighted_loss(kl, weights)
-    if config.entropy_coef:
-        terms["entropy_term"] = -config.entropy_coef * weighted_loss(new.entropy, weights)
-    if config.use_value_head:
-        metrics["value_loss"] = error = value_loss(new.values, batch.old_values, batch.returns, mask, weights)
-        terms["value_term"] = VALUE_COEF * error
-    return terms, metrics
 
 
 def sample_groups(run: Run, examples: list[dict]) -> Groups:
     """Sample and score a group for each example; --dynamic_sampling replaces zero-variance groups."""
     groups = sample_once(run, examples, attempt=0)
     for attempt in range(1, run.config.grpo.dynamic_sampling + 1):               # arXiv:2503.14476 sec. 3.2
-        no_signal = groups.without_signal(run.config.grpo)           # (P,); the last attempt keeps them
+        no_signal = groups.without_signal(run.config.grpo)           # (P,); kept after the last attempt
         if not no_signal.any():
             break
         new_examples = run.batches.take(int(no_signal.sum()))
@@ -157,12 +132,42 @@ def sample_once(run: Run, examples: list[dict], attempt: int) -> Groups:
     return groups
 
 
-def move_reference(run: Run, update: dict) -> None:
-    """Update the reference, if there is one, after an update of the policy: see --reference_mode."""
+def grpo_loss(config: GRPOConfig, new: LogProbs, batch: Batch) -> tuple[dict, dict]:
+    """Compute the terms of the loss for the rows of a micro-batch, under the current policy.
+
+        loss = policy_loss + kl_coef * KL - entropy_coef * entropy + VALUE_COEF * value_loss
+
+    KL is by default k3 times the ratio, so that its gradient is that of KL(policy || reference): kl_penalty.
+
+    new      (b, T) log-probabilities, entropy and values, with gradient
+    batch    (b, T) what was computed before the updates, and the weight of each token in the loss
+    returns  terms, which are scalars whose sum is the loss; and metrics to log: tensors (b, T) are averaged
+             over all forwarded tokens, scalars are added up over the micro-batches
+    """
+    mask, weights = batch.mask, batch.weights
+    loss, metrics = policy_loss(
+        new.logp, batch.old_logp, batch.advantages, mask, weights, **config.loss_arguments)
+    terms = {"policy_loss": loss}
+    metrics["entropy"] = new.entropy
+    if config.kl_term:
+        kl = new.kl if config.exact_kl else sampled_kl(new.logp, batch, config)  # (b, T)
+        metrics["kl"] = kl
+        terms["kl_term"] = config.kl_coef * weighted_loss(kl, weights)
+    if config.entropy_coef:
+        terms["entropy_term"] = -config.entropy_coef * weighted_loss(new.entropy, weights)
+    if config.use_value_head:
+        error = value_loss(new.values, batch.old_values, batch.returns, mask, weights)
+        metrics["value_loss"] = error
+        terms["value_term"] = VALUE_COEF * error
+    return terms, metrics
+
+
+def move_reference(run: Run, stats: dict) -> None:
+    """Move the reference, if there is one, after an update of the policy: see --reference_mode."""
     config, reference = run.config.grpo, run.reference
     if reference is None:
         return
-    if config.reference_mode == "ema" and not update["skipped"]:
+    if config.reference_mode == "ema" and not stats["skipped"]:
         run.policy.update_reference(reference, config.ema_alpha)
     elif config.reference_mode == "periodic" and run.progress.phase_step % config.reference_update_freq == 0:
         run.policy.update_reference(reference, alpha=0.0)
@@ -180,10 +185,10 @@ def supervised_training_step(run: Run, examples: list[dict]) -> tuple[dict, Expe
     rollout = demonstrations_as_rollout(policy.model, policy.tokenizer, examples, encode=encode_turns)
     experience = demonstrations_as_experience(examples, rollout)
     batch = experience.batch(torch.arange(len(examples)))
-    losses = policy.forward_backward(batch, supervised_loss)
-    update = losses | policy.optimizer_step(run.config.training.max_grad_norm)
-    run.progress.count(update)
-    return update | {"completion_tokens": int(batch.mask.sum()) / len(examples)}, experience
+    stats = policy.forward_backward(batch, supervised_loss)
+    stats |= policy.optimizer_step(run.config.training.max_grad_norm)
+    run.progress.count(stats)
+    return stats | {"completion_tokens": int(batch.mask.sum()) / len(examples)}, experience
 
 
 def supervised_loss(new: LogProbs, batch: Batch) -> tuple[dict, dict]:
@@ -207,41 +212,41 @@ def training_loop(run: Run, on_step: Callable | None = None) -> None:
 
     evaluation    before the first step of a new run, every --eval_steps updates, and at the end of a phase
     checkpoint    every --save_steps updates, at the end of a phase, when the run stops, and when a step
-                  raises: then it holds the state before that step
-    stop          after the current step, on Ctrl-C, SIGTERM or SIGHUP
+                  raises before its first update: then it holds the state before that step
+    stop          after the current step, on Ctrl-C, SIGTERM or SIGHUP; --resume continues the run
     """
-    if run.is_complete():
+    if not run.phases_left:                               # the run is complete
         return
     with run.started() as stop_requested:
-        for phase in run.phases_left():                   # begins and saves each; at last writes final/
+        for phase in run.phases_left:
+            run.begin_phase()
             take_step = grpo_training_step if phase.name == "grpo" else supervised_training_step
-            while True:
-                run.evaluate_if_due()                     # if it raises, a resumed run repeats it
-                if phase.is_over(run.progress):
-                    break
+            run.evaluate_if_due()
+            while not phase.is_over(run.progress):
                 stopping = stop_requested()
                 run.save_if_due(stopping)
                 if stopping:
-                    return                                # in mid-phase: --resume continues it
+                    return
                 with run.saved_on_error():
                     started = time.perf_counter()
                     metrics, experience = take_step(run, next(run.batches))
                     metrics["step_seconds"] = time.perf_counter() - started
                 run.log_step(metrics, experience, on_step)
+                run.evaluate_if_due()
+            run.end_phase()
 
 
 def main(argv: list[str] | None = None) -> None:
     """Set up the run that flags describe (None: sys.argv); then train, or with --check print its rewards."""
     with exit_on_errors("train.py"):
         run = set_up(parse_config(sys.argv[1:] if argv is None else argv))
-        check = run.config.training.check
-        if check:
+        if run.config.training.check:
             from analysis.reward_linter import print_rewards  # imported for --check only
 
             print_rewards(run)
-    if not check:
-        with exit_on_errors("train.py", mistakes=()):     # from here on a ValueError is a bug
-            training_loop(run)
+            return shutdown()
+    with exit_on_errors("train.py", mistakes=()):         # from here on a ValueError is a bug
+        training_loop(run)
     shutdown()
 
 

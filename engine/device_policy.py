@@ -79,18 +79,19 @@ class DevicePolicy(Policy):
             results = self.halving_max_tokens(rollout, compute)
         return LogProbs(**{name: self.ranks.sum(x) for name, x in results.computed().items()})
 
-    def add_gradients(self, batch, rows: Tensor, loss_fn: Callable, reference) -> list[float]:
+    def add_gradients(self, batch, rows: Tensor, loss_fn: Callable, reference) -> dict[str, float]:
         """As Policy.add_gradients, over all processes."""
         compute = partial(super().add_gradients, batch, rows, loss_fn, reference)
         if self.losses:                                   # repeating would lose their gradient
             sums = compute()
         else:
             sums = self.halving_max_tokens(batch.rollout, compute, self.clear_gradient)
-        return self.ranks.sum(torch.tensor(sums, dtype=torch.float64)).tolist()
+        over_ranks = self.ranks.sum(torch.tensor([*sums.values()], dtype=torch.float64)).tolist()
+        return dict(zip(sums, over_ranks, strict=True))
 
     def optimizer_step(self, max_grad_norm: float = math.inf) -> dict:
         """As Policy.optimizer_step. With float16 returns loss_scale as well."""
-        scaled = self.scaler.is_enabled() and any(p.grad is not None for p in self.parameters)
+        scaled = self.scaler.is_enabled() and any(p.grad is not None for p in self.trained_parameters)
         if scaled:                                        # the scaler raises without a gradient
             self.scaler.unscale_(self.optimizer)
         result = super().optimizer_step(max_grad_norm)
@@ -119,15 +120,16 @@ class DevicePolicy(Policy):
             cut_graph(self.device)
 
     def forward(self, rollout: Rollout, rows: Tensor, reference=None) -> LogProbs:
+        reference_model = None if reference is None else reference.model
         return completion_log_probs(
-            self.model, rollout, rows, reference=reference and reference.model, value_head=self.value_head,
+            self.model, rollout, rows, reference=reference_model, value_head=self.value_head,
             run_forward=forward_pass)
 
     def backward(self, loss: Tensor) -> None:
         self.scaler.scale(loss).backward()
 
     def clip_gradient(self, max_norm: float) -> float:
-        return sum_and_clip_gradient(self.parameters, max_norm)
+        return sum_and_clip_gradient(self.trained_parameters, max_norm)
 
     def clear_gradient(self) -> None:
         """As Policy.clear_gradient; on XLA to zeros, so that the program stays the same."""
@@ -170,13 +172,13 @@ class DevicePolicy(Policy):
             if before_repeat:
                 before_repeat()
 
-    # ---- other methods that a training step calls ----------------------------------------------------------
+    # ---- other methods -------------------------------------------------------------------------------------
 
     def sampling(self):
         """Return a context in which weights stay the same between calls of sample. All processes enter it."""
         return self.sampler.sampling() if self.sampler else gathered_weights(self.model)
 
-    def distribute(self, work: Callable, *lists: list) -> list:
+    def map_over_processes(self, work: Callable, *lists: list) -> list:
         with self.sampling():
             return self.ranks.gather(work, *lists)
 

@@ -152,9 +152,10 @@ class SamplingState:
             ids, forced, device = self.ids.cpu(), self.forced_tokens.cpu().clone(), self.ids.device
             for row in ended:
                 end = count[row]
-                reply = self.reply(row, ids[row, :end].tolist())[: ids.shape[1] - end]
-                stopped[row] = not reply
-                forced[row, end : end + len(reply)] = torch.tensor(reply, dtype=torch.long)
+                reply = self.reply(row, ids[row, :end].tolist())
+                stopped[row] = not reply                  # a reply beyond the limit ends it too, unfinished
+                tokens = torch.tensor(reply[: ids.shape[1] - end], dtype=torch.long)
+                forced[row, end : end + len(tokens)] = tokens
             self.forced_tokens.copy_(forced)              # in place: recorded steps read these tensors
             self.stopped.copy_(torch.tensor(stopped))
             cut_graph(device)

@@ -102,7 +102,7 @@ def optimizer_state(policy, batches) -> dict:
 def load_optimizer_state(policy, state: dict) -> None:
     """Restore the state of a phase from optimizer_state, but keep the current peak learning rates."""
     moments, optimizer, scheduler = state["optimizer"]["state"], policy.optimizer, policy.scheduler
-    parameters = policy.parameters
+    parameters = policy.trained_parameters
     for i, tensors in moments.items():
         moments[i] = {name: sharded_like(x, parameters[i]) for name, x in tensors.items()}
     optimizer.load_state_dict(state["optimizer"])

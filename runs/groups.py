@@ -39,7 +39,7 @@ def sample_and_score(
         groups = score(rollout, examples, reward_functions, weights, config, trainer_state)
         return replace(groups, examples=[])               # all processes have them; they may be large
 
-    return replace(concatenate(policy.distribute(of_slice, examples, seeds)), examples=examples)
+    return replace(concatenate(policy.map_over_processes(of_slice, examples, seeds)), examples=examples)
 
 
 def score(

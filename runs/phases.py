@@ -73,7 +73,7 @@ def train_in_phase(policy: Policy, phase: Phase, config: Config, make_optimizer:
     warmup = math.ceil(training.warmup_ratio * phase.steps)
     factor = partial(
         learning_rate_factor, steps=phase.steps, warmup=warmup, schedule=training.lr_schedule)
-    policy.train_with(optimizer, LambdaLR(optimizer, factor), value_head)
+    policy.set_optimizer(optimizer, LambdaLR(optimizer, factor), value_head)
 
 
 def first_reference(policy: Policy, config, teacher: torch.nn.Module | None) -> Policy:

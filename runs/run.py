@@ -100,6 +100,12 @@ class Run:
         return self.phases[self.progress.phase]
 
     @property
+    def phases_left(self) -> list[Phase]:
+        """Return the current phase and those after it, or [] if the run is complete."""
+        complete = self.has_taken_all_steps and (self.folder.path / "final").exists()
+        return [] if complete else self.phases[self.progress.phase :]
+
+    @property
     def updates_left(self) -> int:
         """Return the number of updates until the end of the phase."""
         return self.phase.steps - self.progress.phase_step
@@ -127,25 +133,13 @@ class Run:
 
     @contextmanager
     def started(self) -> Iterator[Callable[[], bool]]:
-        """Open the run folder. Yield a function: has a signal asked to stop? Call both on all ranks."""
+        """Open the run folder; yield a function that returns True after a signal. All ranks call both."""
         self.folder.open(self.progress.step, self.saved_state.get("file_sizes", {}))
         with stop_on_signal(self.folder.ranks) as stop_requested, closing(self.folder):
             try:
                 yield stop_requested
             finally:
                 write_curves_and_report(self.folder)
-
-    def phases_left(self) -> Iterator[Phase]:
-        """Begin, yield, end and save each phase from the current one on. Write final/ after the last."""
-        for phase in self.phases[self.progress.phase :]:
-            self.begin_phase()
-            yield phase
-            if phase is not self.phases[-1]:              # the last phase may get more steps later
-                self.progress.phase += 1
-                self.progress.phase_step, self.policy.optimizer = 0, None
-            self.save_checkpoint()
-        write_policy(self.policy.model, self.policy.tokenizer, self.folder.path / "final")
-        print_summary(self.folder)
 
     def begin_phase(self) -> None:
         """Create optimiser, schedule, value head, data order and reference; restore them from saved_state."""
@@ -160,13 +154,17 @@ class Run:
             load_optimizer_state(self.policy, saved)
             self.batches.position = saved["position"]
 
-    def is_complete(self) -> bool:
-        """Return True, and print a line, if the run is already complete."""
-        final = self.folder.path / "final"
-        complete = self.has_taken_all_steps and final.exists()
-        if complete:
-            self.console.print(f"this run is complete; start a new run with --model_path {final}")
-        return complete
+    def end_phase(self) -> None:
+        """Save a checkpoint that begins with the next phase; after the last, write the model to final/."""
+        is_last = self.phase is self.phases[-1]           # this phase may get more steps later
+        if not is_last:
+            self.progress.phase += 1
+            self.progress.phase_step = 0
+            self.policy.optimizer = None
+        self.save_checkpoint()
+        if is_last:
+            write_policy(self.policy.model, self.policy.tokenizer, self.folder.path / "final")
+            print_summary(self.folder)
 
     # ---- one step ------------------------------------------------------------------------------------------
 
@@ -274,3 +272,6 @@ class Run:
         if (now := versions(self.policy)) != begun:
             notify(f"  note   resumed with {now}, begun with {begun}: equal up to rounding, not bit for bit")
         self.saved_state = state
+        if not self.phases_left:
+            final = self.folder.path / "final"
+            notify(f"this run is complete; start a new run with --model_path {final}")

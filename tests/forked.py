@@ -21,6 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["forked_imports"])
+CRASHES = {-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS}
 
 
 def start_server() -> None:
@@ -105,6 +106,7 @@ class Ranks:
         return self.returncode
 
     def wait(self, timeout: float = 300) -> "Ranks":
+        """Wait for the end of all. Raises TimeoutError, and ChildProcessError if one has crashed."""
         end, failed = time.monotonic() + timeout, None
         while self.returncode is None:
             if failed is None and any(program.returncode for program in self.programs):
@@ -116,9 +118,17 @@ class Ranks:
                         time.sleep(1)
                 self.kill()
                 if not failed:
-                    raise TimeoutError(self.stdout[-3000:] + "".join(program.stderr[-6000:] for program in self.programs))
+                    raise TimeoutError(self.ends())
             time.sleep(0.02)
+        if {program.returncode for program in self.programs} & CRASHES:
+            raise ChildProcessError(self.ends())
         return self
+
+    def ends(self) -> str:
+        """What each program printed at its end, and its exit code."""
+        return "".join(
+            f"\n---- rank {rank}, exit code {program.returncode}\n{program.stdout[-3000:]}{program.stderr[-6000:]}"
+            for rank, program in enumerate(self.programs))
 
     def kill(self) -> None:
         for program in self.programs:
@@ -138,7 +148,8 @@ def run_words(words: list[str], environment: dict[str, str], files: list[Path]) 
     os.environ.update(environment)
     os.chdir(ROOT)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    faulthandler.register(signal.SIGUSR1, file=sys.stderr)                       # prints the stacks of all threads
+    faulthandler.enable(file=sys.stderr)                                         # prints the stacks of all threads: when it is aborted
+    faulthandler.register(signal.SIGUSR1, file=sys.stderr)                       # and when it is asked to
     sys.argv = words
     sys.path[0] = str(Path(words[0]).resolve().parent)
     try:

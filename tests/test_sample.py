@@ -43,7 +43,7 @@ def sample_by_hand(model, prompt, uniforms, policy, stops, reply):
         logits = restrict_logits(model(torch.tensor([prompt + ids])).logits[:, -1], **policy)
         ids.append(sample_inverse_cdf(logits, uniforms[len(ids), None])[0].item())
         if ids[-1] in stops:
-            added = reply(ids)[: len(uniforms) - len(ids)]
+            added = reply(ids)
             if not added:
                 return ids, drawn, True
     return ids, drawn, False
@@ -320,10 +320,12 @@ def test_an_engine_fills_the_same_rollout(model, tokenizer, vllm):
 
 
 def test_a_reply_ends_at_the_limit(engine, settings, monkeypatch):
-    monkeypatch.setattr(engine.model.generation_config, "eos_token_id", list(range(200)))
-    rollout = engine.sample(PROMPTS[:2], settings, seeds=0, reply=lambda row, ids: [70] * 100)
+    monkeypatch.setattr(engine.model.generation_config, "eos_token_id", list(range(engine.model.config.vocab_size)))
     limit = settings.generation_max_length
-    assert rollout.completion_ids.shape[1] == limit and not rollout.finished.all() and (rollout.completion_ids[:, -1] == 70).any()
+    for length, at_end in (100, True), (limit - 2, False):           # then the policy's last token ends a turn, and no reply fits
+        rollout = engine.sample(PROMPTS[:2], settings, seeds=0, reply=lambda row, ids, length=length: [70] * length)
+        assert rollout.completion_ids.shape[1] == limit and not rollout.finished.any()
+        assert (rollout.completion_mask[:, -1] != at_end).all()
 
 
 def test_an_engine_continues_conversations_after_each_reply(model, tokenizer, vllm):

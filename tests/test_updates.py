@@ -59,14 +59,14 @@ def gradient(run, experience, rows=None, loss_fn=None):
     """All gradients of an update in one vector, in float64; and its losses."""
     run.policy.clear_gradient()
     losses = forward_backward(run, experience, rows, loss_fn)
-    return parameters_to_vector(p.grad for p in run.policy.parameters).double(), losses
+    return parameters_to_vector(p.grad for p in run.policy.trained_parameters).double(), losses
 
 
 def gradient_of(policy, loss):
     """All gradients of a loss in one vector, in float64."""
     policy.clear_gradient()
     loss.backward()
-    return parameters_to_vector(p.grad for p in policy.parameters).double()
+    return parameters_to_vector(p.grad for p in policy.trained_parameters).double()
 
 
 def differ(left, right):
@@ -85,7 +85,7 @@ def with_engine(run, name, max_tokens):
     """Let the policy of another engine take over the objects of a run's phase."""
     old = run.policy
     run.policy = make_engine(name, old.model, old.tokenizer, max_tokens=max_tokens)
-    run.policy.train_with(old.optimizer, old.scheduler, old.value_head)
+    run.policy.set_optimizer(old.optimizer, old.scheduler, old.value_head)
 
 
 def padded(experience, left, right):
@@ -262,13 +262,13 @@ def test_a_rollout_of_which_nothing_can_be_trained_on_changes_nothing_and_stops_
     unfinished = replace(rollout, finished=torch.zeros(16).bool())
     for which, points in (rollout, torch.full((4, 4), math.nan)), (unfinished, torch.randn(4, 4)):
         experience = experience_of(run, which, points)
-        before = [p.clone() for p in run.policy.parameters]
+        before = [p.clone() for p in run.policy.trained_parameters]
         for rows in minibatches(run.config.grpo, 16, seed=0):
             losses = forward_backward(run, experience, rows)
             assert not run.policy.optimizer_step(1.0)["skipped"]
             terms = {name for name in losses if name.endswith("_term")} | {"policy_loss", "total_loss"}
             assert losses == pytest.approx({name: 0.0 if name in terms else math.nan for name in losses}, nan_ok=True)
-        assert all(torch.equal(a, b) for a, b in zip(before, run.policy.parameters))
+        assert all(torch.equal(a, b) for a, b in zip(before, run.policy.trained_parameters))
 
 
 @pytest.mark.parametrize("estimator", ["ratio_k3", "k3", "k2", "exact"])
@@ -328,22 +328,22 @@ def test_a_step_whose_gradient_or_loss_alone_is_not_finite_changes_nothing_and_i
         return terms | {"endless_term": torch.tensor(math.inf)}, metrics
 
     for number, broken in enumerate(["gradient", "loss", None], start=1):
-        before, step = [p.clone() for p in run.policy.parameters], run.progress.step
+        before, step = [p.clone() for p in run.policy.trained_parameters], run.progress.step
         losses = forward_backward(run, experience, loss_fn=endless if broken == "loss" else None)
         if broken == "gradient":
-            run.policy.parameters[0].grad[0, 0] = math.nan
+            run.policy.trained_parameters[0].grad[0, 0] = math.nan
         norm = take_step(run, losses)["grad_norm"]
-        same = all(torch.equal(a, b) for a, b in zip(before, run.policy.parameters))
+        same = all(torch.equal(a, b) for a, b in zip(before, run.policy.trained_parameters))
         assert same == (broken is not None) and math.isfinite(norm) == (broken != "gradient")
         skipped = run.progress.skipped, run.progress.skipped_in_a_row
         assert run.progress.step == step + 1 and skipped == ((number, number) if broken else (2, 0))
         assert run.policy.scheduler.last_epoch == (broken is None)
-        assert all(p.grad is None for p in run.policy.parameters)
-    before, losses = [p.clone() for p in run.policy.parameters], forward_backward(run, experience)
-    for parameter in run.policy.parameters:               # not None: as of a KL of 0 in tied groups
+        assert all(p.grad is None for p in run.policy.trained_parameters)
+    before, losses = [p.clone() for p in run.policy.trained_parameters], forward_backward(run, experience)
+    for parameter in run.policy.trained_parameters:               # not None: as of a KL of 0 in tied groups
         parameter.grad.zero_()
     assert take_step(run, losses)["skipped"] == 0
-    assert all(map(torch.equal, before, run.policy.parameters)), "momentum moves nothing"
+    assert all(map(torch.equal, before, run.policy.trained_parameters)), "momentum moves nothing"
 
 
 @pytest.mark.parametrize("settings", [{}, dict(importance_cap=2.0), dict(use_value_head=True), dict(minibatch_size=4)], ids=str)

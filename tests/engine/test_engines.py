@@ -60,7 +60,7 @@ def gradient(model):
 @pytest.mark.parametrize("make", [DevicePolicy, Shared])
 def test_when_memory_runs_out_passes_have_half_the_tokens_and_results_are_the_same(model, tokenizer, settings, monkeypatch, make):
     policy, passes, seen = make(model, tokenizer, max_tokens=150), [], []
-    policy.train_with(torch.optim.SGD(model.parameters()), None)
+    policy.set_optimizer(torch.optim.SGD(model.parameters()), None)
     rollout, forward = policy.sample(PROMPTS, settings, 0), policy.forward
     batch = demonstrations_as_experience([], rollout).batch(torch.arange(16))
     logp, losses = policy.log_probs(rollout).logp, policy.forward_backward(batch, supervised_loss)
@@ -128,7 +128,7 @@ def test_a_reference_is_computed_as_a_callers_own_policy_is_without_its_optimize
             self.client, self.sampler = client, "another sampler"
 
     policy, other = Own(model, tokenizer, "client"), copy.deepcopy(model)
-    policy.train_with(torch.optim.SGD(model.parameters()), "schedule", "value head")
+    policy.set_optimizer(torch.optim.SGD(model.parameters()), "schedule", "value head")
     policy.losses.append(1.0)
     reference = policy.like(other)
     assert type(reference) is Own and reference.model is other and reference.max_tokens == 100
