@@ -128,7 +128,7 @@ def read_groups(folder: Path, config: dict) -> list[dict]:
         groups.sort(key=lambda group: bool(group[0]["tied"]))
         steps.append({"step": step, "groups": [
             {
-                "title": f"step {step}, group {group[0]['group']}" + ", tied" * bool(group[0]["tied"]),
+                "title": f"step {step}, group {group[0]['group']}" + ", zero variance" * bool(group[0]["tied"]),
                 "prompt": as_text(group[0]["prompt"]),
                 "completions": [(numbers_of(record), tokens_of(record, tokenizer)) for record in group],
             }

@@ -62,7 +62,7 @@ def gradients(right: Tensor, advantages: Tensor, p: Tensor, age: int, **options)
     loss, _ = policy_loss(
         torch.cat([logp, rest], dim=1), torch.cat([old_logp, rest], dim=1), advantages.reshape(-1), mask, weights, **options)
     (slope,) = torch.autograd.grad(loss, logp)
-    score = torch.where(right > 0, 1 - p, -p)                                    # of log probability by theta
+    score = torch.where(right > 0, 1 - p, -p)                                    # derivative of log p by theta
     return -(slope.view_as(right) * score).sum(dim=1)
 
 
@@ -113,7 +113,7 @@ def show_advantages(G: int) -> None:
 
 
 def show_losses(G: int) -> None:
-    """Print a row for each loss, on rollouts of each age, with advantages in points that are right on average."""
+    """Print a row for each loss, on rollouts of each age, with unbiased advantages (leave_one_out, none)."""
     rows = []
     for loss_type in LOSSES:
         row = {"loss": loss_type}
