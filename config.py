@@ -281,8 +281,8 @@ class TrainingConfig:
     eval_steps: int = flag(50, "steps between evaluations; 0: only before and after each phase", ge=0)
     save_steps: int = flag(100, "steps between checkpoints; 0: only at the end of each phase", ge=0)
     keep_best: bool = flag(
-        False, "save the policy with the best evaluation in best/; the best of many evaluations is partly "
-        "luck")
+        False, "save the policy with the best evaluation in best/; the maximum of many evaluations is biased "
+        "upwards")
     keep_checkpoints: int = flag(2, "number of checkpoints to keep; older ones are deleted", gt=0)
     log_rollouts_every: int = flag(10, "steps between entries in rollouts.jsonl; 0: none", ge=0)
     report_to: Literal["tensorboard", "wandb", "none"] = flag(

@@ -1,5 +1,5 @@
 """
-Which advantage, which loss? The gradient that each choice has on average, beside the true one.
+Compare the mean gradient of each advantage and each loss with the true gradient.
 
     python docs/truth_table.py                prints tables, and draws docs/preferences.svg
 
@@ -11,7 +11,7 @@ grpo.py as they stand. A rollout is n updates old if theta has moved by n * STEP
 Columns, over prompts with p from 0.01 to 0.99:
     weight       mean gradient / true gradient, at some p, 1 at p = 0.5: which prompts a choice prefers
     cosine       between the mean gradients of all prompts and the true ones
-    length       length of the first / that of the second
+    length       norm of the mean gradients / norm of the true ones
     noise        standard deviation of one group's gradient / length of the mean, over all prompts
     no signal    share of groups whose gradient is 0
 """
