@@ -205,7 +205,7 @@ class GRPOConfig:
 
     @property
     def environment_weight(self) -> float:
-        """Return the weight of the environment's rewards, 0 if they are not in the score."""
+        """Return the weight of the environment's rewards, 0 if the reward ignores them."""
         return dict(zip(self.reward_functions, self.weights, strict=False)).get("environment", 0.0)
 
     @property
@@ -281,8 +281,8 @@ class TrainingConfig:
     eval_steps: int = flag(50, "steps between evaluations; 0: only before and after each phase", ge=0)
     save_steps: int = flag(100, "steps between checkpoints; 0: only at the end of each phase", ge=0)
     keep_best: bool = flag(
-        False, "save the policy with the best evaluation in best/; the best of many evaluations is partly "
-        "luck")
+        False, "save the policy with the best evaluation in best/; the maximum of many evaluations is biased "
+        "upwards")
     keep_checkpoints: int = flag(2, "number of checkpoints to keep; older ones are deleted", gt=0)
     log_rollouts_every: int = flag(10, "steps between entries in rollouts.jsonl; 0: none", ge=0)
     report_to: Literal["tensorboard", "wandb", "none"] = flag(
@@ -456,7 +456,7 @@ def check_combinations(config: GRPOConfig, training: TrainingConfig, updates_per
         ("kl_estimator", config.kl_term and estimator == "k1",
          "in a loss its expected gradient is 0; use ratio_k3, or --kl_in reward"),
         ("reference_offload", config.reference_offload and config.exact_kl,
-         "--kl_estimator exact needs the reference in every forward pass; ratio_k3, once per rollout"),
+         "--kl_estimator exact needs the reference in every forward pass; remove one of the two flags"),
         ("reference_path", config.reference_path and not config.kl_coef,
          "there is no KL penalty that would use it; add --use_kl_penalty true"),
         ("reference_mode", config.reference_path and config.reference_mode != "static",
@@ -515,8 +515,8 @@ PROFILES: dict[str, dict[str, Any]] = {
 def profile_values(profile: str, batch_size: int | None = None) -> dict[str, Any]:
     """Return the values of a profile; {} for the empty name.
 
-    Profiles of the built-in model are adapted to another batch size: numbers of steps so that they cover as
-    many examples, learning rates by the square root of the ratio, but they are never raised.
+    For another batch size, profiles of the built-in model scale numbers of steps so that they cover the same
+    number of examples, and lower (never raise) learning rates by the square root of the ratio.
     """
     if profile not in ("", *PROFILES):
         raise ValueError(f"--profile={profile}: choose one of {', '.join(PROFILES)}")

@@ -1,7 +1,8 @@
 """
 Examples, and the token ids of their prompts and demonstrations.
 
-An example is a dict. It always has "prompt"; other keys are optional. More columns go to reward functions.
+An example is a dict. It always has "prompt"; other keys are optional. A reward function can have a parameter
+for every column but completion; it gets prompt under the name prompts.
 
     prompt      "47+85=?", or chat messages such as [{"role": "user", "content": "47+85=?"}]
     answer      "132", which reward functions compare completions with

@@ -260,8 +260,8 @@ def lost_text(messages: list[dict], rendered: str) -> str:
         role, text = message["role"], message.get("content") or ""
         if text.strip() not in rendered and role not in ("assistant", "tool"):
             return (
-                f"the prompt lacks the {role}'s message {text!r:.60}: the chat template does not write its "
-                "role; change the role, or pass another --chat_template")
+                f"the prompt lacks the {role}'s message {text!r:.60}: the chat template omits it; "
+                "change its role, or pass --chat_template none")
     return ""
 
 

@@ -122,13 +122,13 @@ def read_groups(folder: Path, config: dict) -> list[dict]:
     Zero-variance groups come last. A completion is (its numbers as text, its tokens by tokens_of).
     """
     tokenizer, steps = find_tokenizer(folder, config), []
-    records = read_records(folder / "rollouts.jsonl", STEPS_SHOWN)
+    records, note = read_records(folder / "rollouts.jsonl", STEPS_SHOWN), ", zero variance"
     for step, of_step in groupby(records, key=lambda record: record["step"]):
         groups = [list(group) for _, group in groupby(of_step, key=lambda record: record["group"])]
         groups.sort(key=lambda group: bool(group[0]["tied"]))
         steps.append({"step": step, "groups": [
             {
-                "title": f"step {step}, group {group[0]['group']}" + ", tied" * bool(group[0]["tied"]),
+                "title": f"step {step}, group {group[0]['group']}" + note * bool(group[0]["tied"]),
                 "prompt": as_text(group[0]["prompt"]),
                 "completions": [(numbers_of(record), tokens_of(record, tokenizer)) for record in group],
             }

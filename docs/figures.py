@@ -1,5 +1,5 @@
 """
-Draw the figures of docs/walkthrough.md and docs/lecture.md. All values are computed by the functions that train.
+Draw the figures in docs/figures. All values are computed by the functions that train.
 
     python docs/figures.py                   docs/figures/*.svg, in seconds
     python docs/figures.py --train           train, and draw the curve: outputs/figures/curve.svg, in a minute or two

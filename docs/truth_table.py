@@ -1,5 +1,5 @@
 """
-Which advantage, which loss? The gradient that each choice has on average, beside the true one.
+Compare the mean gradient of each advantage and each loss with the true gradient.
 
     python docs/truth_table.py                prints tables, and draws docs/preferences.svg
 
@@ -11,7 +11,7 @@ grpo.py as they stand. A rollout is n updates old if theta has moved by n * STEP
 Columns, over prompts with p from 0.01 to 0.99:
     weight       mean gradient / true gradient, at some p, 1 at p = 0.5: which prompts a choice prefers
     cosine       between the mean gradients of all prompts and the true ones
-    length       length of the first / that of the second
+    length       norm of the mean gradients / norm of the true ones
     noise        standard deviation of one group's gradient / length of the mean, over all prompts
     no signal    share of groups whose gradient is 0
 """
@@ -62,7 +62,7 @@ def gradients(right: Tensor, advantages: Tensor, p: Tensor, age: int, **options)
     loss, _ = policy_loss(
         torch.cat([logp, rest], dim=1), torch.cat([old_logp, rest], dim=1), advantages.reshape(-1), mask, weights, **options)
     (slope,) = torch.autograd.grad(loss, logp)
-    score = torch.where(right > 0, 1 - p, -p)                                    # of log probability by theta
+    score = torch.where(right > 0, 1 - p, -p)                                    # derivative of log p by theta
     return -(slope.view_as(right) * score).sum(dim=1)
 
 
@@ -113,7 +113,7 @@ def show_advantages(G: int) -> None:
 
 
 def show_losses(G: int) -> None:
-    """Print a row for each loss, on rollouts of each age, with advantages in points that are right on average."""
+    """Print a row for each loss, on rollouts of each age, with unbiased advantages (leave_one_out, none)."""
     rows = []
     for loss_type in LOSSES:
         row = {"loss": loss_type}

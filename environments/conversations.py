@@ -6,8 +6,8 @@ function of the conversation so far, which is a list of chat messages that ends 
 
     def respond(conversation, **columns) -> str | dict | None
 
-The function returns the next user message as text, or any chat message such as {"role": "tool", "content":
-"132"}, or None to end the conversation; or a pair of that and the reward for this turn of the policy. It
+The function returns the next user message as text, or a chat message such as {"role": "tool", "content":
+"132"}, or None to end the conversation; to reward the turn, it returns the pair (one of these, reward). It
 receives the columns of the example that its parameters name. It is called after every turn that the policy
 has ended itself, including the last turn, which can then get a reward.
 

@@ -1,11 +1,11 @@
 """
-A text adventure of two rooms: a key is hidden in one of six places, and opens the door of the hall.
+A text adventure in two rooms: a key, hidden in one of six places, opens the door of the hall.
 
     python train.py examples/adventure.json
 
-Each conversation has an adventure of its own, with a new place of the key for every group: what `random` gives in reset is the same for
-all completions of a prompt. Rows of the data are different words for one task, or have the column `hidden`. A policy learns to search,
-to remember where it was, and to come back.
+The hiding place is the same within a group: in reset, `random` is seeded equally for all completions of a
+prompt. Rows of the data word the same task differently; a column `hidden` would fix the hiding place. A policy
+learns to search, to remember where it has searched, and to come back.
 """
 
 import random
@@ -14,7 +14,7 @@ ROOMS = {"hall": ("rug", "vase", "coat"), "cellar": ("barrel", "shelf", "sack")}
 
 
 class Adventure:
-    """0.3 points for the key and 0.7 for the open door, when they come; -0.02 for a search of the same place again."""
+    """Reward 0.3 for finding the key, 0.7 for opening the door, -0.02 for searching a place again."""
 
     def reset(self, hidden=None, **columns):
         """Hide the key, and describe the hall."""

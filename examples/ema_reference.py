@@ -1,11 +1,11 @@
 """
-Several epochs on every rollout, held back by a KL penalty to a moving average of the policy.
+Train several epochs on every rollout, with a KL penalty to a moving average of the policy.
 
     .venv/bin/python examples/ema_reference.py            the built-in Gemma on addition problems, no downloads
     python train.py examples/ema_reference.json           the same run
 
-256 completions, 2 epochs in minibatches of 128: four optimiser steps on each rollout, each followed by
-reference = 0.98 * reference + 0.02 * policy. From the second step on ratios differ from 1, so clipping counts.
+A rollout has 256 completions. Two epochs in minibatches of 128 are four optimiser steps on it, each followed by
+reference = 0.98 * reference + 0.02 * policy. From the second step on ratios differ from 1, so clipping matters.
 The learning rate is a quarter of the demonstration's, which takes one step on each rollout.
 """
 

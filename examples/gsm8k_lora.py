@@ -1,5 +1,5 @@
 """
-GSM8K with LoRA adapters on Gemma 3 270M, with a reward function of one's own.
+GSM8K with LoRA adapters on Gemma 3 270M, with your own reward function.
 
     .venv/bin/python examples/gsm8k_lora.py               downloads weights and data; a GPU is advisable
     python train.py examples/gsm8k_lora.json              the same run

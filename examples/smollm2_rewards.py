@@ -11,19 +11,19 @@ import re
 
 
 def last_number(completions, answer, **columns):
-    """Give 1 point if the last number of a completion is the answer."""
+    """Return 1 if the last number of a completion is the answer, else 0."""
     numbers = [re.findall(r"\d+", completion) for completion in completions]
     return [float(found[-1:] == [str(truth)]) for found, truth in zip(numbers, answer, strict=True)]
 
 
 def person_as_json(completions, name, age, **columns):
-    """Give 1 point if a completion is JSON, and nothing but JSON, with this name and this age (31.0 is 31)."""
+    """Return 1 if a completion is nothing but JSON with this name and this age (31.0 equals 31), else 0."""
     return [float(parse(text) == {"name": who, "age": int(years)})
             for text, who, years in zip(completions, name, age, strict=True)]
 
 
 def parse(text):
-    """Return what JSON text means, and None if it is none."""
+    """Return the value of a JSON text, or None if it is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):                   # not JSON, or a thousand brackets

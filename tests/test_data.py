@@ -131,7 +131,7 @@ def test_a_message_that_the_rendered_prompt_leaves_out_is_one_line(chat_tokenize
     if lost is None:
         encode_prompt(chat_tokenizer, messages)
     else:
-        with pytest.raises(ValueError, match=f"^the prompt lacks the {re.escape(lost)}: the chat template does not write its role; .* --chat_template$"):
+        with pytest.raises(ValueError, match=f"^the prompt lacks the {re.escape(lost)}: the chat template omits it; .* --chat_template none$"):
             encode_prompt(chat_tokenizer, messages)
 
 

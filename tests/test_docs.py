@@ -81,8 +81,8 @@ def test_every_figure_is_drawn_and_shown_and_the_curves_numbers_are_in_the_text(
     module["main"].__globals__["save"] = lambda figure, name, folder=None: drawn.append(name)
     module["main"]()
     assert sorted(drawn) == sorted(path.stem for path in kept.glob("*.svg"))
-    lecture, walkthrough = ((ROOT / f"docs/{name}.md").read_text() for name in ("lecture", "walkthrough"))
-    assert all(f"figures/{name}.svg" in lecture + walkthrough for name in drawn)
+    lecture, *others = ((ROOT / f"docs/{name}.md").read_text() for name in ("lecture", "walkthrough", "algorithm"))
+    assert all(f"figures/{name}.svg" in "".join([lecture, *others]) for name in drawn)
     lines = map(json.loads, (kept / "curve.jsonl").read_text().splitlines())
     for line in (line for line in lines if line["phase"] == "eval" and line["step"] in (100, 200)):
         text = f"{line['eval_accuracy']:.3f} [{line['eval_accuracy_low']:.3f}, {line['eval_accuracy_high']:.3f}]"
@@ -99,13 +99,13 @@ def test_troubleshooting_looks_at_numbers_and_files_that_there_are():
         assert f"`{known}`" in metrics or (("." in name or "/" in name) and name in written), name
 
 
-def test_the_readme_lists_every_file_at_the_top_and_links_every_room():
+def test_the_readme_lists_every_file_at_the_top_and_links_every_folder():
     names = {str(path.relative_to(ROOT)) for path in PROGRAM}
     text = (ROOT / "README.md").read_text()
     listed = re.findall(r"^    (\w+\.py) ", text.partition("## Where everything is")[2], flags=re.MULTILINE)
     assert sorted(listed) == sorted(name for name in names if "/" not in name)
-    for room in {name.partition("/")[0] for name in names if "/" in name}:
-        assert f"| [{room}/]({room}) |" in text, room
+    for folder in {name.partition("/")[0] for name in names if "/" in name}:
+        assert f"| [{folder}/]({folder}) |" in text, folder
 
 
 def test_the_step_of_the_readme_trains_and_its_functions_are_in_the_files_it_links_to():
@@ -119,7 +119,7 @@ def test_the_step_of_the_readme_trains_and_its_functions_are_in_the_files_it_lin
     assert ours
     assert "\ndef grpo_training_step(" in (ROOT / "train.py").read_text()
 
-    def some_points(completions, **columns):
+    def some_rewards(completions, **columns):
         return [float(sum(map(ord, completion)) % 10) for completion in completions]
 
     torch.manual_seed(0)
@@ -128,7 +128,7 @@ def test_the_step_of_the_readme_trains_and_its_functions_are_in_the_files_it_lin
     before = [p.detach().clone() for p in model.parameters()]
     names = dict(
         torch=torch, model=model, tokenizer=tokenizer, examples=examples, prompts=[e["prompt"] for e in examples], step=0,
-        config=GRPOConfig(num_completions_per_prompt=4, generation_max_length=8), correctness=some_points,
+        config=GRPOConfig(num_completions_per_prompt=4, generation_max_length=8), correctness=some_rewards,
         optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0),
     )
     for name in ours:

@@ -105,7 +105,7 @@ def test_of_the_last_steps_a_few_groups_are_shown_the_newest_step_first_and_tied
     assert titles == [f"step {step}, group {group}" for step in (22, 18, 14) for group in (1, 2)]
     monkeypatch.setattr(report, "GROUPS_SHOWN", 4)
     page = Page(write_report(folder))
-    assert [text for text in page.texts if text.startswith("step 22")] == ["step 22", *(f"step 22, group {p}" for p in (1, 2, 3)), "step 22, group 0, tied"]
+    assert [text for text in page.texts if text.startswith("step 22")] == ["step 22", *(f"step 22, group {p}" for p in (1, 2, 3)), "step 22, group 0, zero variance"]
     assert [dict(attributes) for tag, attributes in page.tags if tag == "details"] == [{}, {"open": None}, {}, {}], "the newest"
 
 
