@@ -19,6 +19,7 @@ sources.load_examples reads these. Conversations are encoded in environments/mes
 import random
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from guards import (
@@ -161,6 +162,16 @@ def after_turn(tokenizer, reply: dict | None = None) -> str:
     made_up = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "madeupturn"}]
     text = render(tokenizer, [*made_up, reply] if reply else made_up, add_generation_prompt=bool(reply))
     return text.partition("madeupturn")[2]
+
+
+def end_of_turn(tokenizer) -> int | None:
+    """Return the id of the special token with which the chat template ends a turn, if there is one."""
+    if not getattr(tokenizer, "chat_template", None):
+        return None
+    with suppress(ValueError):                            # a template may refuse the made-up turn
+        ids = tokenizer(after_turn(tokenizer).lstrip(), add_special_tokens=False).input_ids
+        token = tokenizer.added_tokens_decoder.get(ids[0]) if ids else None
+        return ids[0] if token and token.special else None
 
 
 # ---- built-in problems -------------------------------------------------------------------------------------

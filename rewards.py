@@ -102,26 +102,36 @@ def compute_rewards_for_completions(
         NaN                                    the score is NaN: the function failed
 
     Rewards of a function with weight 0 are logged, but excluded from the score.
-
-    A slow function may start its work and return a function without arguments that waits for the rewards, so
-    all functions are started before the first result is awaited.
     """
     import torch
 
-    arguments = build_arguments(rollout, examples)
-    count, shape = len(rollout.completions), (len(examples), -1)
-    names = [name_of(function) for function in reward_functions]
-    if repeated := {name for name in names if names.count(name) > 1}:
-        raise ValueError(f"several reward functions have the name {', '.join(repeated)}: change a __name__")
-    started = {name: function(**arguments) for name, function in zip(names, reward_functions, strict=True)}
-    per_function, failed = {}, torch.zeros(count, dtype=torch.bool)
-    for (name, result), weight in zip(started.items(), weights, strict=True):
-        rewards = read_rewards(result() if callable(result) else result, count, f"reward function {name}")
-        if weight:                                        # 0: excluded from the score
+    shape, per_function = (len(examples), -1), {}
+    failed = torch.zeros(len(rollout.completions), dtype=torch.bool)
+    returned = call_reward_functions(reward_functions, rollout, examples)
+    for (name, rewards), weight in zip(returned.items(), weights, strict=True):
+        if weight:
             failed |= torch.tensor([r is not None and math.isnan(r) for r in rewards])
         rewards = torch.tensor([math.nan if r is None else r for r in rewards], dtype=torch.float64)
         per_function[name] = rewards.view(shape)
     return weighted_sum(per_function, weights).masked_fill(failed.view(shape), torch.nan), per_function
+
+
+def call_reward_functions(
+    reward_functions: list[Callable], rollout, examples: list[dict]
+) -> dict[str, list[float | None]]:
+    """Call every reward function on all completions, and return the B rewards of each by its name.
+
+    A slow function may start its work and return a function without arguments that waits for the rewards, so
+    all functions are started before the first result is awaited.
+    """
+    arguments, count = build_arguments(rollout, examples), len(rollout.completions)
+    names = [name_of(function) for function in reward_functions]
+    if repeated := {name for name in names if names.count(name) > 1}:
+        raise ValueError(f"several reward functions have the name {', '.join(repeated)}: change a __name__")
+    started = {name: function(**arguments) for name, function in zip(names, reward_functions, strict=True)}
+    return {
+        name: read_rewards(result() if callable(result) else result, count, f"reward function {name}")
+        for name, result in started.items()}
 
 
 def weighted_sum(per_function: dict[str, Tensor], weights: list[float]) -> Tensor:
@@ -130,12 +140,12 @@ def weighted_sum(per_function: dict[str, Tensor], weights: list[float]) -> Tenso
 
     assert len(weights) == len(per_function), f"{len(weights)=} {list(per_function)=}"
     rewards = torch.stack(list(per_function.values()))                                  # (functions, P, G)
-    skipped = rewards.isnan().all(dim=2, keepdim=True)            # the function does not apply to this group
     weight = torch.tensor(weights, dtype=rewards.dtype)[:, None, None]
-    if any(weights):                                      # else the score is 0, not missing
-        skipped = skipped | (weight == 0)                         # logged only
-    weighted = torch.where(skipped, 0.0, rewards * weight)
-    return torch.where(skipped.all(dim=0), torch.nan, weighted.sum(dim=0))
+    counted = ~rewards.isnan().all(dim=2, keepdim=True)   # (functions, P, 1): not None for the whole group
+    if any(weights):                                      # else the score is 0
+        counted = counted & (weight != 0)
+    weighted = torch.where(counted, rewards * weight, 0.0)
+    return torch.where(counted.any(dim=0), weighted.sum(dim=0), torch.nan)
 
 
 # ---- reading answers ---------------------------------------------------------------------------------------
@@ -192,7 +202,7 @@ def same_answer(given: str | None, truth) -> bool:
 
 def as_number(text: str) -> Decimal | None:
     """Parse '1,234', '-$72', '72 €', '72.0' exactly, and '5 %' as 5; None for others, such as '1,2345'."""
-    cleaned = re.sub(r"^([+-]?)[$€£]+\s*", r"\1", text.strip().replace("\u2212", "-")).rstrip("%$€£. ")
+    cleaned = re.sub(r"^([+-]?)[$€£]+\s*", r"\1", text.strip().replace("\u2212", "-")).rstrip("%€£. ")
     if not re.fullmatch(r"[+-]?([0-9]{1,3}(,[0-9]{3})+|[0-9]*)(\.[0-9]*)?([eE][+-]?[0-9]+)?", cleaned):
         return None
     try:

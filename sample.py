@@ -21,7 +21,7 @@ adjacent, T completion tokens, b rows that are forwarded, H hidden size, V vocab
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, is_dataclass, replace
 from inspect import signature
 from itertools import compress
@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 
-from data import after_turn, encode_demonstration, encode_prompt, prompt_of
+from data import encode_demonstration, encode_prompt, end_of_turn, prompt_of
 from logprobs import compute_logits, distribution_of, restrict_logits
 
 DROP_BELOW = 0.75               # finished rows are removed, by a copy, if at most this share is unfinished
@@ -291,22 +291,12 @@ def demonstrations_as_rollout(model, tokenizer, examples: list[dict], encode=enc
 
 def stop_token_ids(model, tokenizer, with_template: bool = True) -> list[int]:
     """Return the ids that end a completion: the EOS tokens of the generation config (Gemma 3 has two) and of
-    the tokenizer, and the end of a turn in the chat template.
+    the tokenizer, and with_template the end of a turn in the chat template.
     """
     configured = model.generation_config.eos_token_id if model.generation_config else None
     configured = configured if isinstance(configured, list) else [configured]
     of_template = end_of_turn(tokenizer) if with_template else None
     return sorted({*configured, tokenizer.eos_token_id, of_template} - {None})
-
-
-def end_of_turn(tokenizer) -> int | None:
-    """Return the id of the special token with which the chat template ends a turn, if there is one."""
-    if not getattr(tokenizer, "chat_template", None):
-        return None
-    with suppress(ValueError):                            # a template may refuse the made-up turn
-        first, *_ = [*tokenizer(after_turn(tokenizer).lstrip(), add_special_tokens=False).input_ids, None]
-        token = tokenizer.added_tokens_decoder.get(first)
-        return first if token and token.special else None
 
 
 def pad_rows(rows: list, value=0, *, left: bool = False, dtype: torch.dtype | None = None) -> Tensor:

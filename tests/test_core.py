@@ -56,7 +56,17 @@ from sample import sample_completions_for_prompts
 config = SimpleNamespace(num_completions_per_prompt=2, generation_max_length=4, generation_temperature=1.0, generation_top_k=0, generation_top_p=1.0)
 tokenizer = SimpleNamespace(pad_token_id=0, eos_token_id=1, bos_token_id=2, decode=str)
 assert len(sample_completions_for_prompts(model, tokenizer, [[5, 6], [7]], config, seed=0).completions) == 4""",
-    "a whole loop": "import policy, experience, config, model",    # and examples/minimal.py below
+    "the step above": MODEL + """
+from grpo import compute_group_advantages, policy_loss
+from logprobs import completion_log_probs
+from rewards import compute_rewards_for_completions
+from sample import sample_completions_for_prompts
+config = SimpleNamespace(num_completions_per_prompt=4, generation_max_length=4, generation_temperature=1.0, generation_top_k=0, generation_top_p=1.0)
+tokenizer, before = SimpleNamespace(pad_token_id=0, eos_token_id=1, bos_token_id=2, decode=str), model.lm_head.weight.clone()
+optimizer, prompts, examples = torch.optim.SGD(model.parameters(), lr=1.0), [[5, 6], [7]], [{"prompt": "a"}, {"prompt": "b"}]
+step, correctness = 0, lambda completions, **columns: [float(completion.count("3")) for completion in completions]
+""" + (ROOT / "README.md").read_text().partition("<!-- step -->\n```py\n")[2].partition("```")[0] + "assert not torch.equal(model.lm_head.weight, before)",
+    "phases, data and evaluation too": "import policy, experience, config, model",    # and examples/minimal.py below
     "run_python": "from reward_functions.sandbox import run_python; assert run_python('print(1 + 1)').stdout == '2\\n'",
     "math_equality": "import sys; sys.modules['torch'] = None\nfrom reward_functions.mathematics import math_equality as f\nassert f([r'\\\\boxed{1/2}'], answer=['0.5']) == [1.0]",
 }
@@ -126,7 +136,7 @@ def run(folder: Path, *command: str) -> None:
 @pytest.mark.slow
 def test_the_loop_over_the_core_alone_trains_as_train_py_does_bit_for_bit(tmp_path):
     flags = ["--cold_start_steps", "2", "--max_steps", "3", "--seed", "1", "--output_dir"]
-    copy(rows_to_copy()["a whole loop"][0], tmp_path)
+    copy(rows_to_copy()["phases, data and evaluation too"][0], tmp_path)
     run(tmp_path, "examples/minimal.py", *flags, "alone")
     run(ROOT, "train.py", "--use_grpo", "--engine", "plain", "--report_to", "none", *flags, str(tmp_path / "whole"))
     alone, whole = (

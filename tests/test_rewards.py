@@ -34,7 +34,7 @@ GOLD = "<reasoning>7+5=12 4+8+1=13</reasoning><answer>132</answer>"
         ("</answer>132<answer>", "132", 0.0),
         ("<answer><answer>132</answer></answer>", "132", 0.0),
         ("<answer>131</answer><answer>132</answer>", "132", 0.0),
-        ("<answer>$132.</answer>", "132", 1.0), ("<answer>$ 132</answer>", "132", 1.0), ("<answer>132 €</answer>", "132", 1.0), ("<answer>132$</answer>", "132", 1.0),
+        ("<answer>$132.</answer>", "132", 1.0), ("<answer>$ 132</answer>", "132", 1.0), ("<answer>132 €</answer>", "132", 1.0),
         ("", "132", 0.0),
         (GOLD, None, None),
         ("<answer></answer>", "", None),
