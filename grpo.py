@@ -3,7 +3,7 @@ The mathematics of GRPO: tensors in, tensors out. No model, no files, no devices
 
 A training step calls compute_group_advantages, then policy_loss: by default the sum of clipped_loss * weight
 over all tokens. To add a loss, write a function and an entry of LOSSES, the choices of --loss_type. The loss
-must be 0 where the advantage is 0, because such rows may not be forwarded. loss_type selects the loss of a
+must be 0 where the advantage is 0, because the policy skips such rows. loss_type selects the loss of a
 token and how tokens are averaged; set the paper's baseline, sampling and clip range separately.
 
 Departures from the GRPO paper (arXiv:2402.03300):
@@ -53,8 +53,8 @@ def compute_group_advantages(
              b and s, and has an advantage of 0
     global_mean  the baseline of that name, such as the mean over a run; None: mean(everything)
     returns  (P, G) float32 (float64 for float64 rewards). Exactly 0 in zero-variance ("tied") groups, where
-             max - min <= 1e-6 * max(1, |max|), and in groups with fewer than two scored completions. With
-             group_mean or leave_one_out each row sums to 0.
+             max - min <= 1e-6 * max(1, |max|), under every baseline, and in groups with fewer than two scored
+             completions. With group_mean or leave_one_out each row sums to 0.
 
     std divides by n - 1 (torch's default): a group of two gets about +0.71 and -0.71. The result is not
     centred again, which would cancel the choice of baseline. GRPO: arXiv:2402.03300 sec. 4.1.2; scale="none":
@@ -251,61 +251,6 @@ def weighted_loss(x: Tensor, weights: Tensor) -> Tensor:
     return (torch.where(weights != 0, x, 0.0) * weights).sum()
 
 
-def kl_penalty(
-    logp: Tensor, ref_logp: Tensor, *, estimator: str = "k3", ratio: Tensor | None = None
-) -> Tensor:
-    """Estimate KL(policy || reference) per token, from the tokens that were sampled.
-
-    With x = ref_logp - logp:
-
-        k1   -x
-        k2   x**2 / 2
-        k3   exp(x) - x - 1
-
-    If ratio is given, the result is multiplied by it.
-
-    logp, ref_logp  (B, T) nats
-    ratio           (B, T) exp(logp - logp before the updates) with its gradient, or None
-    returns         (B, T) nats; k2 and k3 are never negative
-
-    In a loss only the gradient matters. On policy, its expectation at each position is 0 for k1, the gradient
-    of KL(policy || reference) for k2 and ratio * k3, and that of KL(reference || policy) for k3. So pass
-    ratio if the penalty is a term of a loss. J. Schulman, "Approximating KL divergence", 2020.
-    """
-    assert logp.shape == ref_logp.shape, f"{logp.shape=} {ref_logp.shape=}"
-    x = ref_logp - logp
-    estimators = {"k1": -x, "k2": x.square() / 2, "k3": torch.expm1(x) - x}
-    if estimator not in estimators:
-        raise ValueError(f"{estimator=} must be one of {', '.join(estimators)}")
-    return estimators[estimator] if ratio is None else ratio * estimators[estimator]
-
-
-def overlong_penalty(lengths: Tensor, *, max_tokens: int, buffer: int) -> Tensor:
-    """Compute the penalty to add to rewards: it falls linearly from 0 to -1 over the last `buffer` tokens.
-
-        min(0, (max_tokens - buffer - length) / buffer)
-
-    lengths  (B,) tokens, at most max_tokens;  returns (B,), from 0 down to -1 at the limit
-    DAPO's soft overlong punishment, arXiv:2503.14476 eq. 13.
-    """
-    return ((max_tokens - buffer - lengths) / buffer).clamp(max=0)
-
-
-def importance_weights(trainer_logp: Tensor, sampling_logp: Tensor, mask: Tensor, *, cap: float) -> Tensor:
-    """Compute factors for advantages that correct for a sampler, such as vLLM, with other rounding.
-
-        min(exp(trainer_logp - sampling_logp), cap)
-
-    This weight is trainer / sampler at the same parameters; the ratio is policy now / policy before updates.
-    Weights are not negative, so with advantages * weight every loss of LOSSES is multiplied by the weight.
-
-    trainer_logp, sampling_logp  (B, T) nats, before the first update; any value in padding
-    returns  (B, T) without gradient, 1 in padding. Truncated importance sampling: Ionides 2008, JCGS 17.
-    """
-    assert trainer_logp.shape == sampling_logp.shape, f"{trainer_logp.shape=} {sampling_logp.shape=}"
-    return torch.where(mask, trainer_logp - sampling_logp, 0.0).detach().exp().clamp(max=cap)
-
-
 # ---- other losses ------------------------------------------------------------------------------------------
 # token_loss passes to each function logp and log_ratio (both 0 where mask is False), advantages (B, 1) or
 # (B, T), mask, clip_low and clip_high. Parameters after * are options, with bounds in LOSSES; unused holds
@@ -408,7 +353,7 @@ def sequence_mask(
 
 @dataclass(frozen=True)
 class Loss:
-    """An entry of LOSSES. The docstring of per_token has the formula; its parameters name what it uses."""
+    """An entry of LOSSES. per_token's parameters tell what it uses: without log_ratio, only one update."""
 
     per_token: Callable
     aggregation: str                                      # see token_weights
@@ -432,6 +377,64 @@ LOSSES = {                      # the keys are the choices of --loss_type
     "sequence_mask": Loss(sequence_mask, "token_mean", LIMITS, corrects_sampler=True),
     "reinforce": Loss(reinforce, "token_mean"),
 }
+
+
+# ---- other parts of a step ---------------------------------------------------------------------------------
+
+
+def kl_penalty(
+    logp: Tensor, ref_logp: Tensor, *, estimator: str = "k3", ratio: Tensor | None = None
+) -> Tensor:
+    """Estimate KL(policy || reference) per token, from the tokens that were sampled.
+
+    With x = ref_logp - logp:
+
+        k1   -x
+        k2   x**2 / 2
+        k3   exp(x) - x - 1
+
+    If ratio is given, the result is multiplied by it.
+
+    logp, ref_logp  (B, T) nats
+    ratio           (B, T) exp(logp - logp before the updates) with its gradient, or None
+    returns         (B, T) nats; k2 and k3 are never negative
+
+    In a loss only the gradient matters. On policy, its expectation at each position is 0 for k1, the gradient
+    of KL(policy || reference) for k2 and ratio * k3, and that of KL(reference || policy) for k3. So pass
+    ratio if the penalty is a term of a loss. J. Schulman, "Approximating KL divergence", 2020.
+    """
+    assert logp.shape == ref_logp.shape, f"{logp.shape=} {ref_logp.shape=}"
+    x = ref_logp - logp
+    estimators = {"k1": -x, "k2": x.square() / 2, "k3": torch.expm1(x) - x}
+    if estimator not in estimators:
+        raise ValueError(f"{estimator=} must be one of {', '.join(estimators)}")
+    return estimators[estimator] if ratio is None else ratio * estimators[estimator]
+
+
+def overlong_penalty(lengths: Tensor, *, max_tokens: int, buffer: int) -> Tensor:
+    """Compute the penalty to add to rewards: it falls linearly from 0 to -1 over the last `buffer` tokens.
+
+        min(0, (max_tokens - buffer - length) / buffer)
+
+    lengths  (B,) tokens, at most max_tokens;  returns (B,), from 0 down to -1 at the limit
+    DAPO's soft overlong punishment, arXiv:2503.14476 eq. 13.
+    """
+    return ((max_tokens - buffer - lengths) / buffer).clamp(max=0)
+
+
+def importance_weights(trainer_logp: Tensor, sampling_logp: Tensor, mask: Tensor, *, cap: float) -> Tensor:
+    """Compute factors for advantages that correct for a sampler, such as vLLM, with other rounding.
+
+        min(exp(trainer_logp - sampling_logp), cap)
+
+    This weight is trainer / sampler at the same parameters; the ratio is policy now / policy before updates.
+    Weights are not negative, so with advantages * weight every loss of LOSSES is multiplied by the weight.
+
+    trainer_logp, sampling_logp  (B, T) nats, before the first update; any value in padding
+    returns  (B, T) without gradient, 1 in padding. Truncated importance sampling: Ionides 2008, JCGS 17.
+    """
+    assert trainer_logp.shape == sampling_logp.shape, f"{trainer_logp.shape=} {sampling_logp.shape=}"
+    return torch.where(mask, trainer_logp - sampling_logp, 0.0).detach().exp().clamp(max=cap)
 
 
 # ---- training with a critic --------------------------------------------------------------------------------

@@ -92,7 +92,7 @@ class Policy:
         If the only term is named policy_loss, rows whose advantages are all 0 are not forwarded: their
         gradient would be 0. So give no other loss this name.
         """
-        # Without rows, loss_fn returns the names of its terms: a new term needs no other declaration.
+        # Ask the loss function for the names of its terms, which decide what is forwarded.
         no_rows = batch.select(batch.rows[:0])
         terms, metrics = loss_fn(LogProbs.of_no_rows(batch.mask.shape[1]), no_rows)
         rows = batch.rows_with_gradient(of_policy_loss_alone=terms.keys() == {"policy_loss"})
@@ -114,7 +114,7 @@ class Policy:
         norm = self.clip_gradient(max_grad_norm)
         skipped = not (math.isfinite(norm) and math.isfinite(sum(self.losses)))
         if norm == 0:
-            self.optimizer.zero_grad()                    # to None: with 0, momentum would still move weights
+            self.optimizer.zero_grad()                    # to None; by zeros, momentum would move weights
         if not skipped:
             self.steps_begun += 1
             self.optimizer.step()
@@ -168,14 +168,11 @@ class Policy:
 
     # ---- other methods -------------------------------------------------------------------------------------
 
-    def require_ratios_of_1(self, metrics: dict) -> None:
+    def require_ratios_of_1(self, deviation: float) -> None:
         """Raise RatioError if sampler and trainer assign different probabilities to the sampled tokens.
 
-        metrics  of the first update on a rollout: ratio_deviation, the mean of |policy / sampler - 1|, or NaN
-                 if nothing was forwarded. sampler_deviation, the same before the update, takes precedence
+        deviation  the mean of |trainer / sampler - 1| before any update; NaN if nothing was forwarded
         """
-        name = "sampler_deviation" if "sampler_deviation" in metrics else "ratio_deviation"
-        deviation = metrics[name]
         if deviation > self.ratio_tolerance:              # False for NaN
             raise RatioError(
                 f"first ratios must be 1, but differ from 1 by {deviation:.2g} on average (at most "
@@ -197,4 +194,4 @@ class Policy:
     def update_reference(self, reference: "Policy", alpha: float) -> None:
         """Set reference = alpha * reference + (1 - alpha) * policy; alpha=0 copies the policy exactly."""
         for old, new in zip(reference.model.parameters(), self.model.parameters(), strict=True):
-            old.lerp_(new.to(old), 1 - alpha)             # keeps its precision
+            old.lerp_(new.to(old), 1 - alpha)             # in the reference's precision

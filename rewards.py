@@ -141,11 +141,10 @@ def weighted_sum(per_function: dict[str, Tensor], weights: list[float]) -> Tenso
     assert len(weights) == len(per_function), f"{len(weights)=} {list(per_function)=}"
     rewards = torch.stack(list(per_function.values()))                                  # (functions, P, G)
     weight = torch.tensor(weights, dtype=rewards.dtype)[:, None, None]
-    counted = ~rewards.isnan().all(dim=2, keepdim=True)   # (functions, P, 1): not None for the whole group
-    if any(weights):                                      # else the score is 0
-        counted = counted & (weight != 0)
-    weighted = torch.where(counted, rewards * weight, 0.0)
-    return torch.where(counted.any(dim=0), weighted.sum(dim=0), torch.nan)
+    applies = ~rewards.isnan().all(dim=2, keepdim=True)   # (functions, P, 1): not None for the whole group
+    counted = applies & (weight != 0)
+    score = torch.where(counted, rewards * weight, 0.0).sum(dim=0)
+    return torch.where((counted if any(weights) else applies).any(dim=0), score, torch.nan)
 
 
 # ---- reading answers ---------------------------------------------------------------------------------------

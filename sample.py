@@ -36,7 +36,7 @@ from transformers import DynamicCache
 from data import encode_demonstration, encode_prompt, end_of_turn, prompt_of
 from logprobs import compute_logits, distribution_of, restrict_logits
 
-DROP_BELOW = 0.75               # finished rows are removed, by a copy, if at most this share is unfinished
+DROP_BELOW = 0.75               # the batch is compacted if at most this share of its rows is unfinished
 CHECK_EVERY = 8                 # tokens between checks for finished rows on a GPU: each waits for the GPU
 
 
@@ -113,10 +113,10 @@ def sample_batch(
         ids[rows, t] = torch.where(is_sampled, token, ids[rows, t])
         logp[rows, t] = torch.where(is_sampled, token_logp.float(), 0.0)
         sampled[rows, t] = is_sampled
-        ended = rows[is_sampled & torch.isin(token, stops)]          # completions whose turn ends here
+        ends = is_sampled & torch.isin(token, stops)      # (b,)
         if reply:
-            ended = add_replies(reply, ended, ids, replied, t + 1, first_row)
-        finished[ended] = True
+            ends = add_replies(reply, rows, ends, ids, replied, t + 1, first_row)
+        finished[rows] |= ends
         if t + 1 == limit:
             break
         if device.type == "cpu" or t % CHECK_EVERY == 0:
@@ -124,7 +124,8 @@ def sample_batch(
             if not len(rows):
                 break
         mask = torch.cat([prompt_mask[rows], prompt_mask.new_ones(len(rows), t + 1)], dim=1)
-        last = ids[rows, t, None].masked_fill(finished[rows, None], 0)           # pad may have no embedding
+        # Finished rows forward token 0, whose output is discarded; the pad token may have no embedding.
+        last = ids[rows, t, None].masked_fill(finished[rows, None], 0)
         logits = next_logits(model, last, mask, cache)
     columns = (x.cpu() for x in (ids, sampled, sampled | replied, logp, finished))
     return make_rollout(tokenizer, prompts, distribution, *columns)
@@ -154,21 +155,21 @@ def drop_finished(finished: Tensor, rows: Tensor, cache: DynamicCache) -> Tensor
 
 
 def add_replies(
-    reply: Callable, ended: Tensor, ids: Tensor, replied: Tensor, start: int, first_row: int
+    reply: Callable, rows: Tensor, ends: Tensor, ids: Tensor, replied: Tensor, start: int, first_row: int
 ) -> Tensor:
-    """Append the environment's tokens, from column start on, to rows whose turn has ended.
+    """Append the environment's tokens, from column start on, to the rows (b,) where ends (b,) is True.
 
-    Returns the rows without a reply, in which no other turn follows.
+    Returns ends, False where there was a reply: the completion has another turn.
     """
-    finished = []
-    for row in ended.tolist():
+    ends = ends.clone()
+    for index in ends.nonzero()[:, 0].tolist():
+        row = int(rows[index])
         tokens = reply(first_row + row, ids[row, :start].tolist())
-        if not tokens:
-            finished.append(row)
         end = min(start + len(tokens), ids.shape[1])
         ids[row, start:end] = torch.tensor(tokens[: end - start], dtype=torch.long, device=ids.device)
         replied[row, start:end] = True
-    return ended.new_tensor(finished)
+        ends[index] = not tokens
+    return ends
 
 
 def next_logits(model, ids: Tensor, mask: Tensor, cache: DynamicCache) -> Tensor:
@@ -211,7 +212,7 @@ def sampling_mode(model):
     training = model.training
     try:
         model.eval()
-        # An inner autocast, of 16-bit training, keeps its copies of weights until this outer context ends.
+        # An autocast within this one keeps its 16-bit copies of weights until this outermost one ends.
         with torch.no_grad(), torch.autocast(model.device.type, enabled=False):
             yield
     finally:

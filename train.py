@@ -10,19 +10,18 @@ grpo_training_step, the functions that it calls, and training_loop, which repeat
 
 Shapes: P prompts, G completions per prompt, B = P*G rows, b rows in a micro-batch, T completion tokens.
 Units: log-probabilities (logp) and KL are in nats; rewards have no unit.
-    policy         the model that is trained
     reference      a second model; the KL penalty keeps the policy close to it
     group          the G completions of one prompt, which are compared with each other
-    score          of a completion: the weighted sum of what the reward functions return for it
+    score          of a completion: the weighted sum of what the reward functions return for it. In
+                   metrics.jsonl, mean_reward is its mean
     reward         the score after --reward_combination, --reward_clip and --overlong
     zero variance  the rewards of a group are equal: its advantages are 0 (tied_groups in metrics.jsonl)
     rollout        completions, and the logp of their tokens when they were sampled
     experience     a rollout with everything that its updates need: advantages, old_logp, reference_logp
     batch          the rows of one update, with the weight of each token in the loss
-    update         one optimiser step. --max_steps, --eval_steps and step in metrics.jsonl count updates
-    training step  one rollout and the updates on it: one update by default, two with --ppo_epochs 2
+    update         one optimiser step: what --max_steps and step in metrics.jsonl count. A training step is
+                   one rollout and the updates on it, by default one update
     phase          a part of a run: grpo, a supervised cold_start before it, or supervised
-    run            policy, reference, data, progress, log and checkpoints (runs/run.py)
 """
 
 import sys
@@ -56,7 +55,7 @@ __all__ = [
     "Config", "DataConfig", "GRPOConfig", "ModelConfig", "TrainingConfig", "grpo_training_step",
     "supervised_training_step", "train", "validate_grpo_setup",
 ]
-VALUE_COEF = 0.1                # weight of value_loss
+VALUE_COEF = 0.1                # of value_loss in the loss
 
 
 def grpo_training_step(run: Run, examples: list[dict]) -> tuple[dict, Experience]:
@@ -67,7 +66,7 @@ def grpo_training_step(run: Run, examples: list[dict]) -> tuple[dict, Experience
         loss   sum over tokens of -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A) * weight
 
     By default the weight of a token is 1 / number of tokens in the update; grpo.token_weights has the
-    alternatives. Returns metrics and the experience.
+    alternatives. grpo_loss adds the KL penalty and other terms. Returns metrics and the experience.
     """
     config, policy, progress = run.config.grpo, run.policy, run.progress
     P, G = len(examples), config.num_completions_per_prompt
@@ -80,7 +79,7 @@ def grpo_training_step(run: Run, examples: list[dict]) -> tuple[dict, Experience
 
     # 2. Compare each completion with the other completions of its group.
     advantages = compute_group_advantages(                                       # (P, G)
-        groups.rewards, baseline=config.baseline, scale=config.scale, global_mean=progress.mean_reward)
+        groups.rewards, baseline=config.baseline, scale=config.scale, global_mean=progress.mean_of_rewards)
     if config.baseline in CENTERED_BASELINES:
         off_center = float(advantages.sum(dim=1).abs().max() / advantages.abs().max().clamp(min=1))
         require(off_center <= 1e-3, f"the advantages of a group must sum to 0: {off_center=}")
@@ -99,9 +98,10 @@ def grpo_training_step(run: Run, examples: list[dict]) -> tuple[dict, Experience
         batch = experience.batch(rows, config.aggregation, max_tokens=config.generation_max_length)
         stats = policy.forward_backward(batch, loss_fn, reference=kl_reference)
         if not policy_has_changed:
-            policy.require_ratios_of_1(stats | experience.metrics)
+            policy.require_ratios_of_1(
+                experience.metrics.get("sampler_deviation", stats["ratio_deviation"]))
         stats |= policy.optimizer_step(run.config.training.max_grad_norm)
-        policy_has_changed |= stats["grad_norm"] != 0
+        policy_has_changed |= stats["grad_norm"] > 0 and not stats["skipped"]
         updates.append(stats)
         progress.count(stats)
         move_reference(run, stats)
@@ -137,7 +137,7 @@ def grpo_loss(config: GRPOConfig, new: LogProbs, batch: Batch) -> tuple[dict, di
 
         loss = policy_loss + kl_coef * KL - entropy_coef * entropy + VALUE_COEF * value_loss
 
-    KL is by default k3 times the ratio, so that its gradient is that of KL(policy || reference): kl_penalty.
+    By default KL is estimated by k3 * ratio, whose expected gradient is that of KL(policy || reference).
 
     new      (b, T) log-probabilities, entropy and values, with gradient
     batch    (b, T) what was computed before the updates, and the weight of each token in the loss
@@ -173,12 +173,6 @@ def move_reference(run: Run, stats: dict) -> None:
         run.policy.update_reference(reference, alpha=0.0)
 
 
-def require(condition: bool, message: str) -> None:
-    """Raise AssertionError unless the condition holds. Unlike assert, this also works under python -O."""
-    if not condition:
-        raise AssertionError(message)
-
-
 def supervised_training_step(run: Run, examples: list[dict]) -> tuple[dict, Experience]:
     """Make one update on demonstrations. The loss is the mean of -logp over all tokens of the assistant."""
     policy = run.policy
@@ -202,6 +196,8 @@ def train(config: Config, *, on_step: Callable | None = None, **objects) -> tupl
     on_step  called as on_step(run, metrics, experience) after each step
     objects  reward_functions, dataset, ...: arguments of set_up
     """
+    if config.training.check:
+        raise ValueError("check: is for the command line, train.py --check")
     run = set_up(resumed(config), **objects)
     training_loop(run, on_step)
     return run.policy.model, run.policy.tokenizer
@@ -234,6 +230,12 @@ def training_loop(run: Run, on_step: Callable | None = None) -> None:
                 run.log_step(metrics, experience, on_step)
                 run.evaluate_if_due()
             run.end_phase()
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise AssertionError unless the condition holds. Unlike assert, this also works under python -O."""
+    if not condition:
+        raise AssertionError(message)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -47,7 +47,8 @@ def main(argv: list[str]) -> None:
     config, policy, groups = run.config.grpo, run.policy, find_group(run)
     rollout, rows = groups.rollout, torch.arange(groups.rewards.numel())
     advantages = compute_group_advantages(
-        groups.rewards, baseline=config.baseline, scale=config.scale, global_mean=run.progress.mean_reward)
+        groups.rewards, baseline=config.baseline, scale=config.scale,
+        global_mean=run.progress.mean_of_rewards)
     experience = compute_experience(groups, advantages, config, policy, run.reference)
     show_completions(run, groups, experience)
     old = policy.log_probs(rollout).logp                                         # (G, T)

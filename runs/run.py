@@ -60,7 +60,7 @@ class Progress:
         self.reward_count += len(scored)
 
     @property
-    def mean_reward(self) -> float:
+    def mean_of_rewards(self) -> float:
         return self.reward_sum / max(1, self.reward_count)
 
 

@@ -318,7 +318,7 @@ def experience_of(run, rollout, rewards):
     run.progress.add_rewards(rewards)
     config, groups = run.config.grpo, Groups([{"prompt": ""}] * len(rewards), rollout, rewards, {}, rewards)
     advantages = compute_group_advantages(
-        rewards, baseline=config.baseline, scale=config.scale, global_mean=run.progress.mean_reward)
+        rewards, baseline=config.baseline, scale=config.scale, global_mean=run.progress.mean_of_rewards)
     return compute_experience(groups, advantages, config, run.policy, run.reference)
 
 

@@ -79,4 +79,4 @@ def test_experts_and_routers_have_no_adapter_and_sampler_and_trainer_agree(name,
     experience = demonstrations_as_experience([], shared.sample(PROMPTS, UNRESTRICTED, 0))
     for engine in shared, plain:
         add_trainer_logp(experience, engine)
-        engine.require_ratios_of_1(experience.metrics)
+        engine.require_ratios_of_1(experience.metrics["sampler_deviation"])

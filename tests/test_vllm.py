@@ -122,7 +122,7 @@ def test_a_mixture_of_experts_is_refused_where_vllm_cannot_take_its_weights(toke
         **SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, decoder_sparse_step=1)).eval()
     policy = policy_of(model, tokenizer)
     with pytest.raises(RatioError, match="first ratios must be 1"):
-        policy.require_ratios_of_1({"sampler_deviation": deviation(policy, sample(policy))})
+        policy.require_ratios_of_1(deviation(policy, sample(policy)))
 
 
 def test_rollouts_are_as_documented(tiny, tokenizer):
