@@ -259,7 +259,3 @@ def read_rewards(returned, count: int, subject: str) -> list[float | None]:
 def name_of(function: Callable) -> str:
     """Return the name of a function as used in logs."""
     return getattr(function, "__name__", type(function).__name__)
-
-
-if __name__ == "__main__":
-    raise SystemExit("rewards.py: to see rewards of right and wrong completions: train.py --use_grpo --check")
