@@ -53,9 +53,10 @@ def find_problems(tenths: list[dict], right: str, flags: dict) -> list[str]:
     if mostly_right:
         remedy = (f"in most of them all completions are right (mean_reward {reward:.2f}): use harder "
                   "problems, or --dynamic_sampling 3")
+    higher_kl = f"a higher --kl_penalty_coef (now {flags['kl_penalty_coef']})"
     smaller_updates = (
         f"use a lower --learning_rate (now {flags['learning_rate']}), fewer --ppo_epochs (now "
-        f"{flags['ppo_epochs']}) or a KL penalty (--kl_penalty_coef, now {flags['kl_penalty_coef']})")
+        f"{flags['ppo_epochs']}) or {higher_kl if flags['use_kl_penalty'] else '--use_kl_penalty'}")
     rules = [
         ("not_finite", end["skipped"] > 0,
          f"updates that were not finite were skipped, and their batches are in skipped.jsonl: "

@@ -119,4 +119,4 @@ def print_rewards(run) -> None:
             run.reward_functions, run.config.grpo, examples, run.policy.model, run.policy.tokenizer)
         flags += doubtful_answers(run.train_set)
         run.console.print("\n".join([*table, *(f"- {flag}" for flag in flags)]))
-    run.console.print("the start-up check has passed")
+    run.console.print("the model and the sampler agree: the start-up check has passed")

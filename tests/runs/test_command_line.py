@@ -94,7 +94,7 @@ MISTAKES = [                    # flags of train.py behind --use_grpo, and what 
     ("--reward_weights 1 2", "--reward_weights.*2 weights for 3 reward functions"),
     ("--use_kl_penalty --kl_estimator k1", "--kl_estimator=k1: in a loss its expected gradient is 0"),
     ("--use_kl_penalty --kl_in reward --kl_estimator k3", "--kl_estimator=k3: in a reward only k1"),
-    ("--use_kl_penalty --kl_estimator exact --reference_offload", "--reference_offload: .*ratio_k3"),
+    ("--use_kl_penalty --kl_estimator exact --reference_offload", "--reference_offload: .*remove one of the two"),
     ("--advantage_scale mean --reward_combination gdpo", "--advantage_scale=mean: needs rewards >= 0"),
     ("--advantage_scale mean --overlong penalise", "--advantage_scale=mean: .*--overlong penalise"),
     ("--importance_cap 0.5", "--importance_cap=0.5: .*choose at least 1"),
