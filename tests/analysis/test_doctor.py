@@ -108,3 +108,5 @@ def test_a_small_loss_of_reward_is_no_collapse():
     for size, found in (0.04, False), (0.4, True):
         lines = [line | {"mean_reward": size * (20 <= number < 28)} for number, line in enumerate(healthy(80))]
         assert ("collapse" in findings(lines)) == found
+    for flags in dict(use_kl_penalty=False), dict(use_kl_penalty=True):
+        assert ("a higher --kl_penalty_coef" in findings(lines, **flags)["collapse"]) == flags["use_kl_penalty"]
