@@ -1,8 +1,8 @@
 """
 The exercises of docs/lecture.md. Write the functions; the tests name the error until all are right:
 
-    python -m pytest -q --tb=short docs/exercises              all of them
-    python -m pytest -q --tb=short docs/exercises -k test_1    the first one
+    python -m pytest -q -rN --tb=short docs/exercises              all of them
+    python -m pytest -q -rN --tb=short docs/exercises -k test_1    the first one
 
 Solutions are in solutions.py. Shapes: P prompts, G completions of each, B = P*G rows, T tokens of a completion.
 """

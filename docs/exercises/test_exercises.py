@@ -117,7 +117,7 @@ def compare(name, what, result_of, expected, variable=None):
 
 
 def test_1_group_advantages():
-    for groups in [[1.0, 0.0, 0.0, 1.0], [0.2, 0.4, 0.6, 0.9]], [[0.5, 0.502], [1.0, 0.0]], [[0.7] * 7, [0.0] * 6 + [1.0]]:
+    for groups in [[1.0, 0.0, 0.0, 1.0], [0.2, 0.4, 0.6, 0.9]], [[0.5, 0.50024414], [1.0, 0.0]], [[0.7] * 7, [0.0] * 6 + [1.0]]:
         rewards = torch.tensor(groups)
         compare("group_advantages", f"advantages of {groups}", lambda f, rewards=rewards: f(rewards), grpo.compute_group_advantages(rewards))
         check(torch.equal(rewards, torch.tensor(groups)), IN_PLACE)
