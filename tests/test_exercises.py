@@ -2,92 +2,71 @@
 
 import importlib.util
 import inspect
-import math
+import re
 from types import SimpleNamespace
 
+import exercises
 import pytest
+import solutions
 import torch
 from project_files import ROOT
 
-FOLDER = ROOT / "docs/exercises"
-
-
-def module_of(name):
-    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture
-def tests(monkeypatch):
-    """Number of an exercise -> its test, of the functions in a module."""
-    monkeypatch.syspath_prepend(FOLDER)
-    monkeypatch.delenv("EXERCISES", raising=False)
-    module = module_of("test_exercises")
-    found = {name.split("_")[1]: test for name, test in vars(module).items() if name.startswith("test_")}
-    assert sorted(found) == list("123456")
-
-    def run(number, functions):
-        module.task = functions
-        found[number]()
-
-    return run
-
-
-stubs, solutions = module_of("exercises"), module_of("solutions")
+SPEC = importlib.util.spec_from_file_location("tests_of_the_exercises", ROOT / "docs/exercises/test_exercises.py")
+tests = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(tests)
+TESTS = {name.split("_", 2)[2]: test for name, test in vars(tests).items() if name.startswith("test_")}
 SOLVED = {name: f for name, f in vars(solutions).items() if inspect.isfunction(f)}
 
 
-@pytest.mark.parametrize("number", "123456")
-def test_an_exercise_fails_until_it_is_solved(tests, number):
+def run(name, function):
+    """Run the test of an exercise on a function."""
+    tests.task = SimpleNamespace(**{name: function})
+    TESTS[name]()
+
+
+@pytest.mark.parametrize("name", SOLVED)
+def test_an_exercise_fails_until_it_is_solved(name):
     with pytest.raises(NotImplementedError):
-        tests(number, stubs)
-    tests(number, solutions)
+        run(name, getattr(exercises, name))
+    run(name, SOLVED[name])
 
 
 def test_stubs_have_hints_and_the_signatures_of_the_solutions():
-    assert len(SOLVED) == 6
+    assert len(SOLVED) == 6 and SOLVED.keys() == TESTS.keys()
     for name, function in SOLVED.items():
-        stub = getattr(stubs, name)
+        stub = getattr(exercises, name)
         assert inspect.signature(function) == inspect.signature(stub) and "Hint: " in stub.__doc__, name
 
 
-def k3(logp, ref_logp):
-    return (ref_logp - logp).exp() - (ref_logp - logp) - 1
+def edited(edit):
+    """Return the solution of exercise 6, with an error that is an edit of the completions."""
+    return lambda completions, answer, **_: SOLVED["right_number"](list(map(edit, completions)), answer)
 
 
-def ratio(logp, old_logp):
-    return (logp - old_logp).exp()
+MISTAKES = [(name, said, wrong) for name, mistakes in tests.MISTAKES.items() for said, wrong in mistakes.items()] + [
+    ("group_advantages", "changed in place", lambda r: r.copy_(SOLVED["group_advantages"](r))),
+    ("leave_one_out", "changed in place", lambda r: r.copy_(SOLVED["leave_one_out"](r))),
+    ("clipped_loss", "is right, but has no gradient", lambda *arguments: SOLVED["clipped_loss"](*arguments).detach()),
+    ("loss_of_a_piece", "the padding is in the sum", lambda loss, mask, n: loss.nansum() / n),
+    ("loss_of_a_piece", "return a tensor with a gradient, not 0.", lambda loss, mask, n: loss[mask].sum().item() / n),
+    ("loss_of_a_piece", "is right, but has no gradient", lambda loss, mask, n: torch.tensor(loss[mask].sum().item() / n)),
+    ("loss_of_a_piece", "but has no gradient", lambda loss, mask, n: torch.where(mask, loss.detach(), 0.0).sum() / n),
+    ("loss_of_a_piece", "where mask is True is hidden", lambda loss, mask, n: (loss * mask).nan_to_num().sum() / n),
+    ("kl_term", "the ratio is missing or ignores old_logp", lambda p, o, q: (p - p.detach()).exp() * tests.k3(p, q)),
+    ("kl_term", "is right, but has no gradient", lambda p, o, q: ((p - o).exp() * tests.k3(p, q)).detach()),
+    ("right_number", "answer is 1000, and earns 0.0", lambda completions, answer, **_: [float(a in text) for text, a in zip(completions, answer)]),
+    ("right_number", "a number for each completion, not 1.0", lambda completions, answer, **_: 1.0),
+    ("right_number", "inside the loop", lambda completions, answer, **_: SOLVED["right_number"](completions[:1], answer[:1])),
+    ("right_number", "its own answer", lambda completions, answer, **_: SOLVED["right_number"](completions, answer[:1] * len(answer))),
+    ("right_number", "int() cuts", edited(lambda text: re.sub(r"\.\d+", "", text))),
+    ("right_number", "no tolerance is allowed", edited(lambda text: re.sub(r"\d+\.\d+", lambda number: f"{float(number[0]):.0f}", text))),
+    ("right_number", "a comma stands before three digits", edited(lambda text: text.replace(",", ""))),
+    ("right_number", "an underscore", edited(lambda text: text.replace("_", ""))),
+    ("right_number", "raises IndexError", edited(lambda text: "<answer>" + text.split("<answer>")[1])),
+]
 
 
-MISTAKES = {                    # the exercise, its function with the mistake, and a part of what is said
-    "no ties": ("1", "group_advantages", lambda r: (r - r.mean(1, True)) / (r.std(1, keepdim=True) + 1e-8), "have zero variance"),
-    "std over G": ("1", "group_advantages", lambda r: (r - r.mean(1, True)) / (r.std(1, False, keepdim=True) + 1e-8),
-                   "divides by G and not by G minus 1"),
-    "itself among the siblings": ("2", "leave_one_out", lambda r: r - r.mean(1, True), "contains the completion itself"),
-    "maximum": ("3", "clipped_loss", lambda p, o, a, c: -torch.maximum(ratio(p, o) * a, ratio(p, o).clamp(1 - c, 1 + c) * a),
-                "larger of the two"),
-    "mean of means": ("4", "loss_of_a_piece", lambda loss, mask, n: loss[mask].mean(), "divides by its own tokens"),
-    "sum of numbers": ("4", "loss_of_a_piece", lambda loss, mask, n: loss.nansum() / n, "the padding is in the sum"),
-    "product": ("4", "loss_of_a_piece", lambda loss, mask, n: (loss * mask).sum() / n, "NaN times 0"),
-    "no ratio": ("5", "kl_term", lambda p, o, q: k3(p, q), "the ratio is missing or ignores"),
-    "ratio without gradient": ("5", "kl_term", lambda p, o, q: ratio(p, o).detach() * k3(p, q), "has no gradient"),
-    "old_logp ignored": ("5", "kl_term", lambda p, o, q: ratio(p, p.detach()) * k3(p, q), "missing or ignores old"),
-    "detached": ("5", "kl_term", lambda p, o, q: (ratio(p, o) * k3(p, q)).detach(), "the penalty has no gradient"),
-    "in the text": ("6", "right_number", lambda completions, answer, **_: [
-        float(a in text) for text, a in zip(completions, answer)], "is right where the answer is 1000, and earns 0.0"),
-    "one number": ("6", "right_number", lambda completions, answer, **_: 1.0, "a number for each completion, not 1.0"),
-    "float": ("6", "right_number", lambda completions, answer, **_: solutions.right_number(
-        [text.replace("_", "") for text in completions], answer), "an underscore"),
-    "raises": ("6", "right_number", lambda completions, answer, **_: [
-        float(math.isclose(float(text.split("<answer>")[1].split("<")[0].replace(",", "")), float(a)))
-        for text, a in zip(completions, answer)], "raises IndexError"),
-}
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_usual_mistake_is_noticed_and_named(tests, mistake):
-    number, name, wrong, said = MISTAKES[mistake]
-    with pytest.raises(AssertionError, match=said):
-        tests(number, SimpleNamespace(**SOLVED | {name: wrong}))
+@pytest.mark.parametrize("name, said, wrong", MISTAKES)
+def test_a_usual_mistake_is_noticed_and_named(name, said, wrong):
+    with pytest.raises(pytest.fail.Exception, match=re.escape(said)):
+        run(name, wrong)

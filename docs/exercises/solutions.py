@@ -38,10 +38,10 @@ def kl_term(logp: Tensor, old_logp: Tensor, ref_logp: Tensor) -> Tensor:
 
 
 def right_number(completions: list[str], answer: list[str], **columns) -> list[float]:
-    """6. Require exactly one pair of tags, with a finite number in it."""
+    """6. Require exactly one pair of tags, with a number in it, and commas only before three digits."""
 
     def number(text: str) -> float:
-        plain = re.fullmatch(r"\s*(-?[\d,]*\.?\d+)\s*", text)
+        plain = re.fullmatch(r"\s*(-?(\d{1,3}(,\d{3})+|\d+)(\.\d+)?)\s*", text)
         return float(plain[1].replace(",", "")) if plain and len(text) < 50 else math.nan
 
     def reward(text: str, truth: str) -> float:

@@ -2,7 +2,10 @@
 
 import importlib
 import os
+import traceback
+from functools import reduce
 
+import pytest
 import torch
 
 import grpo
@@ -15,144 +18,187 @@ def numbers(*shape):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64)
 
 
-def compare(what, found, expected, **mistakes):
-    """Fail with a sentence that says what is wrong. mistakes: a sentence, with _ for spaces, and the result of that mistake."""
-    __tracebackhide__ = True                              # show only the sentence
-    assert isinstance(found, torch.Tensor), f"{what}: return a tensor, not {found!r:.40}"
-    assert found.shape == expected.shape, f"{what}: has shape {tuple(found.shape)}, and should have {tuple(expected.shape)}"
-    if torch.allclose(found, expected.to(found.dtype), atol=1e-6, rtol=1e-4):
-        return
-    for sentence, wrong in mistakes.items():
-        if torch.allclose(found, wrong.to(found.dtype), atol=1e-6, rtol=1e-4, equal_nan=True):
-            raise AssertionError(f"{what}: {sentence.replace('_', ' ')}")
-    place = (~torch.isclose(found, expected.to(found.dtype), atol=1e-6, rtol=1e-4)).nonzero()[0].tolist()
-    where = f" at {place}" if place else ""
-    raise AssertionError(f"{what}: is {found[tuple(place)]:.4f}{where}, and should be {expected[tuple(place)]:.4f}")
+def gradient(value, variable):
+    return torch.autograd.grad(value.sum(), variable, retain_graph=True)[0]
+
+
+def standardised(r, dim=1, correction=1, epsilon=1e-8):
+    return (r - r.mean(dim, True)) / (r.std(dim, correction=correction, keepdim=True) + epsilon)
+
+
+def gain(ratio, a, clip, choose=torch.minimum):
+    return choose(ratio * a, ratio.clamp(1 - clip, 1 + clip) * a)
+
+
+def k3(logp, ref_logp):
+    return (ref_logp - logp).exp() - (ref_logp - logp) - 1
+
+
+IN_PLACE = "the rewards are changed in place (by -=, /= or rewards[...] = 0), and the caller still needs them: make a new tensor"
+MISTAKES = {                                 # function -> what is said about a mistake -> the function with that mistake
+    "group_advantages": {
+        "the standard deviation divides by G and not by G - 1": lambda r: standardised(r, correction=0),
+        "the rewards are not divided by the standard deviation": lambda r: r - r.mean(1, True),
+        "the sign is reversed": lambda r: -standardised(r),
+        "mean and standard deviation are those of the batch and not of each row": lambda r: (r - r.mean()) / r.std(),
+        "the standard deviation is that of the batch and not of each row": lambda r: (r - r.mean(1, True)) / r.std(),
+        "mean and standard deviation are those of a column (dim=0) and not of a row (dim=1)": lambda r: standardised(r, dim=0),
+        "equal rewards are not detected, and a rounding error of their mean is divided by nearly 0": standardised,
+        "one group of equal rewards changes other groups": lambda r: torch.where((r.amax(1) == r.amin(1)).any(), 0.0, standardised(r)),
+        "rewards that differ by little are treated as equal": lambda r: torch.where(r.std(1, keepdim=True) < 0.05, 0.0, standardised(r)),
+        **{f"epsilon is {e}, and should be 1e-8": lambda r, e=e: standardised(r, epsilon=float(e)) for e in ("1e-4", "1e-5", "1e-6")},
+    },
+    "leave_one_out": {
+        "the mean contains the completion itself": lambda r: r - r.mean(1, True),
+        "the sum of the siblings is divided by G and not by G - 1": lambda r: r - (r.sum(1, True) - r) / r.shape[1],
+        "the sum of the siblings is divided by P - 1, as len counts prompts": lambda r: r - (r.sum(1, True) - r) / (len(r) - 1),
+        "the sum of the siblings is always divided by 3, and not by G - 1": lambda r: r - (r.sum(1, True) - r) / 3,
+        "the sign is reversed": lambda r: (r.sum(1, True) - r) / (r.shape[1] - 1) - r,
+        "this is the mean of the siblings, and not yet subtracted": lambda r: (r.sum(1, True) - r) / (r.shape[1] - 1),
+        "the result is divided by the standard deviation": lambda r: (r - (r.sum(1, True) - r) / (r.shape[1] - 1)) / r.std(1, keepdim=True),
+        "this is exercise 1: the mean contains the completion itself, and the result is scaled": standardised,
+    },
+    "clipped_loss": {
+        "it is the larger of the two gains, and the formula takes the smaller": lambda p, o, a, c: -gain((p - o).exp(), a, c, torch.maximum),
+        "the minimum is missing, so a token outside the clip interval cannot come back": lambda p, o, a, c: -(p - o).exp().clamp(1 - c, 1 + c) * a,
+        "the clip is missing": lambda p, o, a, c: -(p - o).exp() * a,
+        "the minus is missing, and a loss is minimised": lambda p, o, a, c: gain((p - o).exp(), a, c),
+        "multiply by A before the minimum, because a negative A reverses the order": lambda p, o, a, c: -gain((p - o).exp(), 1, c) * a,
+        "the ratio is that of old to new": lambda p, o, a, c: -gain((o - p).exp(), a, c),
+        "0.8 and 1.2 are written in the code, instead of 1 - clip and 1 + clip": lambda p, o, a, c: -gain((p - o).exp(), a, 0.2),
+        "the ratio is clamped to (-clip, clip) and not around 1": lambda p, o, a, c: -torch.minimum((p - o).exp() * a, (p - o).exp().clamp(-c, c) * a),
+        "the ratio is a difference, and exp is missing": lambda p, o, a, c: -gain(p - o, a, c),
+        "the ratio is logp / old_logp, and should be exp(logp - old_logp)": lambda p, o, a, c: -gain(p / o, a, c),
+    },
+    "loss_of_a_piece": {
+        "NaN of the padding is in the sum, as NaN times 0 is NaN": lambda loss, mask, n: (loss * mask).sum() / n,
+        "the padding is in the sum": lambda loss, mask, n: loss.sum() / n,
+        "the padding is in the mean": lambda loss, mask, n: loss.mean(),
+        "the sum is divided by all positions, padding included, and not by num_tokens": lambda loss, mask, n: loss[mask].sum() / mask.numel(),
+        "each micro-batch divides by its own tokens and not by num_tokens": lambda loss, mask, n: loss[mask].mean(),
+    },
+    "kl_term": {
+        "this is k1 alone, and should be the ratio times k3": lambda p, o, q: p - q,
+        "this is k2 alone, and should be the ratio times k3": lambda p, o, q: (p - q) ** 2 / 2,
+        "this is the ratio times k1, and should be the ratio times k3": lambda p, o, q: (p - o).exp() * (p - q),
+        "this is the ratio times k2, and should be the ratio times k3": lambda p, o, q: (p - o).exp() * (p - q) ** 2 / 2,
+        "x has the wrong sign": lambda p, o, q: (p - o).exp() * k3(q, p),
+        "the ratio is that of old to new": lambda p, o, q: (o - p).exp() * k3(p, q),
+        "the ratio has no gradient, and this is the gradient of the other KL": lambda p, o, q: (p - o).exp().detach() * k3(p, q),
+        "only the ratio has a gradient: do not detach k3": lambda p, o, q: (p - o).exp() * k3(p, q).detach(),
+        "this is k3 alone: the ratio is missing or ignores old_logp": lambda p, o, q: k3(p, q),
+    },
+}
+
+
+def check(right, sentence):
+    """Fail with the sentence alone, without a traceback."""
+    if not right:
+        pytest.fail(sentence, pytrace=False)
+
+
+def compare(name, what, result_of, expected, variable=None):
+    """Compare the result of an exercise's function, and its gradient, with what is expected and with those of the mistakes."""
+    def is_near(result):
+        return torch.isclose(found.double(), result.double(), atol=1e-6, rtol=1e-4, equal_nan=True)
+
+    found, kind = result_of(getattr(task, name)), "a tensor with a gradient" if expected.requires_grad else "a tensor"
+    check(isinstance(found, torch.Tensor), f"{what}: return {kind}, not {found!r:.40}")
+    check(found.shape == expected.shape, f"{what}: has shape {tuple(found.shape)}, and should have {tuple(expected.shape)}")
+    if not is_near(expected).all():
+        place = tuple((~is_near(expected)).nonzero()[0].tolist())
+        values = f"is {found[place]:.4f}{f' at {list(place)}' if place else ''}, and should be {expected[place]:.4f}"
+        named = [sentence for sentence, wrong in MISTAKES[name].items() if is_near(result_of(wrong)).all()]
+        check(False, f"{what}: {[*named, values][0]}")
+    has_gradient = found.requires_grad or not expected.requires_grad
+    check(has_gradient, f"{what}: is right, but has no gradient, as detach(), item(), no_grad() or torch.tensor() removed it")
+    if variable is not None:
+        compare(name, f"gradient of the {what}", lambda f: gradient(result_of(f), variable), gradient(expected, variable))
 
 
 def test_1_group_advantages():
-    rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0], [1.3, 0.3, 0.3, 0.3], [0.2, 0.4, 0.6, 0.8]])
-    centred = rewards - rewards.mean(1, True)
-    compare(
-        "advantages of three groups", task.group_advantages(rewards), grpo.compute_group_advantages(rewards),
-        the_standard_deviation_divides_by_G_and_not_by_G_minus_1=centred / rewards.std(1, correction=0, keepdim=True),
-        the_rewards_are_not_divided_by_the_standard_deviation=centred,
-        mean_and_standard_deviation_are_those_of_the_batch_and_not_of_each_row=(rewards - rewards.mean()) / rewards.std(),
-        the_standard_deviation_is_that_of_the_batch_and_not_of_each_row=centred / rewards.std(),
-        the_sign_is_reversed=-centred / rewards.std(1, keepdim=True),
-    )
+    for groups in [[1.0, 0.0, 0.0, 1.0], [0.2, 0.4, 0.6, 0.9]], [[0.5, 0.50024414], [1.0, 0.0]], [[0.7] * 7, [0.0] * 6 + [1.0]]:
+        rewards = torch.tensor(groups)
+        compare("group_advantages", f"advantages of {groups}", lambda f, rewards=rewards: f(rewards), grpo.compute_group_advantages(rewards))
+        check(torch.equal(rewards, torch.tensor(groups)), IN_PLACE)
     for reward in 0.7, 0.1, 1.3, 0.0:
         for size in range(2, 17):
             largest = float(task.group_advantages(torch.full((1, size), reward)).abs().max())
-            assert largest == 0, (
-                f"{size} rewards of {reward} have zero variance, and an advantage is {largest:.3g}: the float32 mean is not exactly "
-                f"{reward}, and the rounding error is divided by nearly 0. Detect groups of equal rewards before the division")
-    beside = task.group_advantages(torch.tensor([[0.7] * 7, [0.0] * 6 + [1.0]]))
-    assert float(beside[0].abs().max()) == 0, "equal rewards beside another group have advantages: compare within each row (dim=1)"
-    assert float(beside[1].abs().max()) > 0, "a group beside equal rewards has no advantages: compare within each row (dim=1)"
+            check(largest == 0, f"{size} rewards of {reward} are equal, so advantages should be exactly 0, and one is {largest:.3g}")
 
 
 def test_2_leave_one_out():
-    rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0], [4.0, 3.0, 2.0, 7.0]])
-    expected = torch.tensor([[2 / 3, -2 / 3, -2 / 3, 2 / 3], [0.0, -4 / 3, -8 / 3, 4.0]])
-    torch.testing.assert_close(grpo.compute_group_advantages(rewards, baseline="leave_one_out", scale="none"), expected)
-    compare(
-        "advantages of two groups", task.leave_one_out(rewards), expected,
-        the_mean_contains_the_completion_itself=rewards - rewards.mean(1, True),
-        the_sum_of_the_siblings_is_divided_by_G_and_not_by_G_minus_1=rewards - (rewards.sum(1, True) - rewards) / 4,
-        the_sum_of_the_siblings_is_divided_by_P_minus_1_as_len_counts_prompts=rewards - (rewards.sum(1, True) - rewards) / 1,
-        the_sign_is_reversed=-expected,
-        this_is_the_mean_of_the_siblings_and_not_yet_subtracted=(rewards.sum(1, True) - rewards) / 3,
-    )
+    for groups in [[1.0, 0.0, 0.0, 1.0], [4.0, 3.0, 2.0, 7.0]], [[2.0, 0.0, 1.0, 5.0, 3.0]]:
+        rewards = torch.tensor(groups)
+        expected = grpo.compute_group_advantages(rewards, baseline="leave_one_out", scale="none")
+        compare("leave_one_out", f"advantages of {groups}", lambda f, rewards=rewards: f(rewards), expected)
+        check(torch.equal(rewards, torch.tensor(groups)), IN_PLACE)
 
 
 def test_3_clipped_loss():
     logp, old_logp, advantages = numbers(4, 6).requires_grad_(), numbers(4, 7)[:, :6], numbers(4, 8)[:, :6]
-    loss = task.clipped_loss(logp, old_logp, advantages, 0.2)
-    ratio = (logp - old_logp).exp()
-    plain, clipped = ratio * advantages, ratio.clamp(0.8, 1.2) * advantages
-    compare(
-        "loss of each token", loss, -torch.minimum(plain, clipped),
-        it_is_the_larger_of_the_two_gains_and_the_formula_takes_the_smaller=-torch.maximum(plain, clipped),
-        the_minimum_is_missing_so_that_a_token_outside_the_clip_cannot_come_back=-clipped,
-        the_clip_is_missing=-plain,
-        the_minus_is_missing_and_a_loss_is_minimised=torch.minimum(plain, clipped),
-        the_minimum_is_taken_before_the_multiplication_by_A_which_reverses_the_order_where_A_is_negative=-torch.minimum(
-            ratio, ratio.clamp(0.8, 1.2)) * advantages,
-        the_ratio_is_that_of_old_to_new=-torch.minimum(advantages / ratio, (1 / ratio).clamp(0.8, 1.2) * advantages),
-    )
-    expected, _ = grpo.policy_loss(logp, old_logp, advantages, torch.ones(4, 6).bool(), torch.ones(4, 6))
-    assert loss.requires_grad, "the loss has no gradient: something is detached"
-    gradients = [torch.autograd.grad(value, logp, retain_graph=True)[0] for value in (loss.sum(), expected)]
-    compare("gradient of the loss with respect to logp", *gradients)
+    for clip in 0.2, 0.5:
+        expected, _, _ = grpo.token_loss(logp, old_logp, advantages, torch.ones(4, 6).bool(), clip_low=clip, clip_high=clip)
+        compare("clipped_loss", f"loss of each token, clip={clip}", lambda f, c=clip: f(logp, old_logp, advantages, c), expected, logp)
 
 
 def test_4_loss_of_a_piece():
-    loss, lengths = numbers(6, 5), torch.tensor([5, 1, 2, 5, 3, 4])
-    mask = torch.arange(5) < lengths[:, None]
+    loss, mask = numbers(6, 5).requires_grad_(), torch.arange(5) < torch.tensor([[5], [1], [2], [5], [3], [4]])
     whole, count = loss[mask].mean(), int(mask.sum())
-    found = task.loss_of_a_piece(loss.masked_fill(~mask, 100.0), mask, count)
-    compare("loss with 100 in the padding", found, whole, the_padding_is_in_the_sum=whole + 100 * float((~mask).sum() / count))
-    loss = loss.masked_fill(~mask, torch.nan)
-    for pieces in ([0, 1, 2, 3, 4, 5],), ([0], [1], [2], [3, 4, 5]), ([5, 1], [0, 2, 4, 3]):
-        found = sum(task.loss_of_a_piece(loss[rows], mask[rows], count) for rows in pieces)
-        compare(
-            f"sum over {len(pieces)} micro-batches", found, whole,
-            each_micro_batch_divides_by_its_own_tokens_and_not_by_num_tokens=sum(loss[rows][mask[rows]].mean() for rows in pieces),
-            NaN_of_the_padding_is_in_the_sum_as_NaN_times_0_is_NaN=torch.tensor(torch.nan),
-        )
+    for padding, what, pieces in (
+        (100.0, "loss with 100 in the padding", [[0, 1, 2, 3, 4, 5]]), (torch.nan, "loss with NaN in the padding", [[0, 1, 2, 3, 4, 5]]),
+        (torch.nan, "sum over four micro-batches", [[0], [1], [2], [3, 4, 5]]), (torch.nan, "sum over two micro-batches", [[5, 1], [0, 2, 4, 3]]),
+    ):
+        calls = [(loss.masked_fill(~mask, padding)[rows], mask[rows], count) for rows in pieces]
+        compare("loss_of_a_piece", what, lambda f, calls=calls: reduce(torch.add, [f(*call) for call in calls]), whole, loss)
+    check(task.loss_of_a_piece(loss * torch.nan, mask, count).isnan(), "a NaN where mask is True is hidden, and should make the result NaN")
 
 
 def test_5_kl_term():
     p, q = torch.tensor([0.7, 0.2, 0.1], dtype=torch.float64), torch.tensor([0.2, 0.2, 0.6], dtype=torch.float64)
     logits = p.log().requires_grad_()
     logp = logits.log_softmax(0)
-    exact = (logp.exp() * (logp - q.log())).sum()
-    term = task.kl_term(logp, logp.detach(), q.log())
-    x = q.log() - logp
-    compare(
-        "value of each of three tokens", term, x.exp() - x - 1, this_is_k1=-x, this_is_k2=x**2 / 2,
-        x_has_the_wrong_sign=(-x).exp() + x - 1)
-    half = (logp - logp.detach() + 0.5).exp() * (x.exp() - x - 1)
-    compare(
-        "value where old_logp is logp - 0.5", task.kl_term(logp, logp.detach() - 0.5, q.log()), half,
-        the_ratio_is_missing_or_ignores_old_logp=x.exp() - x - 1, the_ratio_is_that_of_old_to_new=(-0.5 * torch.ones(3)).exp() * (x.exp() - x - 1))
-    assert term.requires_grad, "the penalty has no gradient: something is detached"
-    mean = (p * term).sum()                                                      # by enumeration of the three tokens
-    gradient = torch.autograd.grad(mean, logits, retain_graph=True)[0]
-    expected, of_k3 = (torch.autograd.grad(value, logits, retain_graph=True)[0] for value in (exact, (p * (x.exp() - x - 1)).sum()))
-    compare(
-        "mean gradient", gradient, expected,
-        the_ratio_has_no_gradient_and_this_is_the_gradient_of_the_other_KL=of_k3)
+    old_logp = logp.detach() - torch.tensor([0.5, -0.3, 0.2])
+    compare("kl_term", "value of each of three tokens", lambda f: f(logp, old_logp, q.log()), (logp - old_logp).exp() * k3(logp, q.log()))
+    exact = gradient(logp.exp() * (logp - q.log()), logits)                      # of the sum over the three tokens
+    compare("kl_term", "mean gradient", lambda f: gradient(p * f(logp, logp.detach(), q.log()), logits), exact)
 
 
 def test_6_right_number():
-    def reward(text, answer="72"):
+    def rewards(texts, answers):
         try:
-            values = task.right_number([text], answer=[answer], prompts=["7+65=?"])
+            values = task.right_number(texts, answer=answers, prompts=["7+65=?"] * len(texts))
         except NotImplementedError:
             raise
         except Exception as error:
-            raise AssertionError(f"{text[:60]!r} raises {type(error).__name__}: {error}. A model may write anything; answer is a list") from error
-        assert isinstance(values, list) and len(values) == 1, f"return a list with a number for each completion, not {values!r:.40}"
-        return values[0]
+            line = traceback.extract_tb(error.__traceback__)[-1].line
+            advice = "A model may write anything, so never raise an error; and answer is a list"
+            check(False, f"{texts[0][:40]!r} raises {type(error).__name__}: {error}, in\n    {line}\n{advice}")
+        check(isinstance(values, list), f"return a list with a number for each completion, not {values!r:.40}")
+        check(len(values) == len(texts), f"the list for {len(texts)} completions has length {len(values)}: is `return` inside the loop?")
+        return values
 
-    for text, answer in (
-        ("<answer>72</answer>", "72"), ("so <answer> 72 </answer>", "72"), ("<answer>72.0</answer>", "72"),
-        ("<answer>1,000</answer>", "1000"), ("<answer>-3</answer>", "-3"),
-    ):
-        assert reward(text, answer) == 1, f"{text!r} is right where the answer is {answer}, and earns {reward(text, answer)}"
+    def reward(text, answer="72"):
+        return rewards([text], [answer])[0]
+
+    for number, answer in ("72", "72"), (" 72 ", "72"), ("72.0", "72"), ("1,000", "1000"), ("-3", "-3"):
+        text = f"so <answer>{number}</answer>"
+        check(reward(text, answer) == 1, f"{text!r} is right where the answer is {answer}, and earns {reward(text, answer)}")
+    values = rewards(["<answer>72</answer>", "<answer>5</answer>", "<answer>72</answer>"], ["72", "5", "9"])
+    check(values == [1, 1, 0], f"72, 5 and 72 earn {values} where the answers are 72, 5 and 9: compare each completion with its own answer")
     cheats = {
         "an empty completion": "", "a number without a tag": "72", "an open tag": "<answer>", "an empty tag": "<answer></answer>",
         "a number that ends like the answer": "<answer>172</answer>", "several numbers": "<answer>70 71 72 73</answer>",
         "two answers": "<answer>71</answer><answer>72</answer>", "two answers, the first right": "<answer>72</answer><answer>71</answer>",
         "a tag in a tag": "<answer><answer>72</answer>", "the same answer three times": "<answer>72</answer>" * 3,
-        "the question": "<answer>the number of 7+65</answer>", "5000 digits": "<answer>" + "9" * 5000 + "</answer>",
-        "an underscore, which float() accepts": "<answer>7_2</answer>", "not a number": "<answer>nan</answer>", "infinity": "\0<answer>inf</answer>",
+        "another number, which int() cuts to 72": "<answer>72.9</answer>", "another number, and no tolerance is allowed": "<answer>72.001</answer>",
+        "not a number, as a comma stands before three digits": "<answer>7,2</answer>", "5000 digits": f"<answer>{'9' * 5000}</answer>",
+        "the question": "<answer>the number of 7+65</answer>", "an underscore, which float() accepts": "<answer>7_2</answer>",
+        "not a number": "<answer>nan</answer>", "infinity": "\0<answer>inf</answer>",
     }
     for name, text in cheats.items():
-        assert reward(text) == 0, f"{name} earns {reward(text)}, and should earn 0: {text[:60]!r}"
-    assert reward("<answer>nan</answer>", "nan") == 0, "two unreadable answers are not equal answers"
+        check(reward(text) == 0, f"{text[:60]!r} earns {reward(text)} where the answer is 72, and should earn 0: it is {name}")
+    check(reward("<answer>nan</answer>", "nan") == 0, "two unreadable answers are not equal answers")
     example = {"prompt": "7+65=?", "answer": "72", "completion": "<reasoning>65+7=72</reasoning><answer>72</answer>"}
     flags = flags_of({kind: reward(text) for kind, text in completions_of(example).items()})
-    assert flags == [], f"the reward linter finds: {flags}"
+    check(flags == [], f"the reward linter finds: {flags}")
