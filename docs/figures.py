@@ -52,12 +52,12 @@ def save(figure: Figure, name: str, folder: Path = FOLDER) -> None:
     figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
 
 
-def random_groups() -> tuple:
-    """Return a tiny random model, two examples and a rollout with three completions of each."""
+def random_groups(length: int) -> tuple:
+    """Return a tiny random model, two examples and a rollout with three completions of each, of at most length tokens."""
     torch.manual_seed(0)
     model, tokenizer = load_any_policy(ModelConfig())
     examples = data.load_examples("arithmetic", limit=2)
-    config = GRPOConfig(num_completions_per_prompt=3, generation_max_length=6)
+    config = GRPOConfig(num_completions_per_prompt=3, generation_max_length=length)
     prompts = [example["prompt"] for example in examples]
     return model, examples, sample.sample_completions_for_prompts(model, tokenizer, prompts, config, seed=0)
 
@@ -146,14 +146,14 @@ def draw_pack(rollout) -> None:
     save(figure, "pack")
 
 
-def loss_and_slope(ratio: torch.Tensor, advantage: float, **kind) -> tuple[torch.Tensor, torch.Tensor]:
+def loss_and_slope(ratio: torch.Tensor, advantage: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Return policy_loss of single tokens and its slope by logp. Each token has its own call, so its weight is 1."""
     logp = ratio.log()[:, None].requires_grad_()
     mask = torch.ones_like(logp, dtype=torch.bool)
     losses = []
     for row in range(len(ratio)):
         at = slice(row, row + 1)
-        loss, _ = grpo.policy_loss(logp[at], torch.zeros(1, 1), torch.tensor([advantage]), mask[at], **kind)
+        loss, _ = grpo.policy_loss(logp[at], torch.zeros(1, 1), torch.tensor([advantage]), mask[at])
         losses.append(loss)
     (slope,) = torch.autograd.grad(torch.stack(losses).sum(), logp)
     return torch.stack(losses).detach(), slope[:, 0]
@@ -161,20 +161,15 @@ def loss_and_slope(ratio: torch.Tensor, advantage: float, **kind) -> tuple[torch
 
 def draw_clip() -> None:
     """Draw loss and gradient of one token over its ratio."""
-    ratio = torch.linspace(0.05, 4, 159)
+    ratio = torch.linspace(0.05, 3, 119)
     figure = Figure(figsize=(7.4, 4.6), layout="constrained")
     for column, advantage in zip(figure.subplots(2, 2, sharex=True).T, (1.0, -1.0), strict=True):
-        kinds = {"dapo, grpo, dr_grpo": {}, "cispo, clip_high 2": dict(loss_type="cispo", clip_high=2.0)}
-        kinds |= {"with dual_clip 3": dict(dual_clip=3.0)} if advantage < 0 else {}
-        for (label, kind), colour, width in zip(kinds.items(), (BLUE, ORANGE, GREEN), (2.5, 1.5, 1.2), strict=False):
-            for axes, values in zip(column, loss_and_slope(ratio, advantage, **kind), strict=True):
-                axes.plot(ratio, values, label=label, color=colour, linewidth=width)
-        for axes in column:
+        for axes, values in zip(column, loss_and_slope(ratio, advantage), strict=True):
+            axes.plot(ratio, values, color=BLUE, linewidth=2.5)
             axes.axvspan(0.8, 1.2, color="0.92")
             axes.axhline(0, color=GREY, linewidth=0.6)
         column[0].set(title=f"A = {advantage:+.0f}", ylabel="loss of a token")
         column[1].set(xlabel="ratio (grey: 1 - clip_low to 1 + clip_high)", ylabel="its slope by logp")
-        column[1].legend(frameon=False, fontsize=8)
     save(figure, "clip")
 
 
@@ -208,7 +203,7 @@ def draw_kl() -> None:
     }
     for name, style in styles.items():
         right.plot(shares, [gradient[name][0] for gradient in found], label=name, **style)
-    right.set(xlabel="policy's probability of a token; the reference's is 0.3", ylabel="slope by its logit",
+    right.set(xlabel="probability of a token (reference: 0.3)", ylabel="slope by its logit",
               title="mean gradient")
     for axes in left, right:
         axes.axhline(0, color="0.8", linewidth=0.6)
@@ -277,10 +272,9 @@ def main() -> None:
         draw_curve(folder)
         print(f"{folder.relative_to(ROOT)}/curve.svg (the run's own folder was temporary, and is removed)")
         return
-    model, examples, rollout = random_groups()
-    draw_flow(model, examples, rollout)
+    draw_flow(*random_groups(length=12))                  # the shapes of docs/walkthrough.md
     draw_groups()
-    draw_pack(rollout)
+    draw_pack(random_groups(length=6)[2])
     draw_clip()
     draw_kl()
     draw_curve()

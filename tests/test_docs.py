@@ -76,13 +76,15 @@ def test_every_flag_exists(page):
 
 def test_every_figure_is_drawn_and_shown_and_the_curves_numbers_are_in_the_text(monkeypatch):
     module = runpy.run_path(str(ROOT / "docs/figures.py"))
-    kept, drawn = ROOT / "docs/figures", []
+    kept, drawn = ROOT / "docs/figures", {}
     monkeypatch.setattr("sys.argv", ["figures.py"])
-    module["main"].__globals__["save"] = lambda figure, name, folder=None: drawn.append(name)
+    module["main"].__globals__["save"] = lambda figure, name, folder=None: drawn.update({name: figure})
     module["main"]()
     assert sorted(drawn) == sorted(path.stem for path in kept.glob("*.svg"))
     lecture, *others = ((ROOT / f"docs/{name}.md").read_text() for name in ("lecture", "walkthrough", "algorithm"))
     assert all(f"figures/{name}.svg" in "".join([lecture, *others]) for name in drawn)
+    (shape,) = re.findall(r"^mask (\(\d+, \d+\))", others[0], flags=re.MULTILINE)            # of the walkthrough's rollout
+    assert sum(shape in text.get_text() for text in drawn["flow"].axes[0].texts) == 2
     lines = map(json.loads, (kept / "curve.jsonl").read_text().splitlines())
     for line in (line for line in lines if line["phase"] == "eval" and line["step"] in (100, 200)):
         text = f"{line['eval_accuracy']:.3f} [{line['eval_accuracy_low']:.3f}, {line['eval_accuracy_high']:.3f}]"

@@ -26,6 +26,7 @@ def test_the_notebook_runs_downloads_nothing_and_learns(monkeypatch):
     matplotlib.use("Agg", force=True)                     # a window would wait for somebody to close it
     monkeypatch.setattr("subprocess.run", lambda *_, **__: pytest.fail("the files are there: nothing to fetch"))
     monkeypatch.chdir(NOTEBOOK.parent)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")            # as the first cell, but undone afterwards
     names = {}
     run_cells(range(len(CELLS)), names)
     curve, rewards = names["curve"], names["different_digits"](names["answers"])
