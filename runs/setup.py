@@ -136,8 +136,8 @@ def start_up_check(
         needs_more = num_processes() > 1 or config.model.precision == "float16"
         if needs_more and not isinstance(policy, DevicePolicy):
             raise ValueError(
-                f"engine: {type(policy).__name__} works in one process, not in float16; derive it "
-                "from DevicePolicy of engine/device_policy.py")
+                f"engine: {type(policy).__name__} supports neither several processes nor float16; derive "
+                "it from DevicePolicy of engine/device_policy.py")
     elif grpo.engine == "vllm":
         from engine.vllm_engine import VLLM
 
@@ -319,8 +319,8 @@ def compare_settings(config: Config, checkpoint: Path, notify: Callable, fingerp
     ]
     has_no_split = Path(now["dataset"]).suffix in SUFFIXES or now["dataset"].startswith("python:")
     if now["eval_limit"] and not now["eval_dataset"] and has_no_split:
-        fixed += ["seed", "eval_limit"]                   # these choose the held-out examples; so do rows:
-        fixed += ["dataset"] if "dataset" in others else []          # the same rows may be in another file
+        fixed += ["seed", "eval_limit"]                   # with the rows, these choose the held-out examples
+        fixed += ["dataset"] if "dataset" in others else []          # if its rows differ, not only its path
     if now["lr_schedule"] != "constant" and (checkpoint.parents[1] / "final").exists():      # it is complete
         fixed += ["max_steps", "num_epochs"]              # and its schedule has ended
     for name in fixed:

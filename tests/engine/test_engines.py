@@ -139,7 +139,7 @@ def test_a_reference_is_computed_as_a_callers_own_policy_is_without_its_optimize
 
 
 def test_a_sampler_of_one_process_in_float32_is_refused_where_it_would_train_wrongly(tmp_path):
-    with pytest.raises(ValueError, match="engine: Generate works in one process, not in float16; derive it from DevicePolicy"):
+    with pytest.raises(ValueError, match="engine: Generate supports neither several processes nor float16; derive it from DevicePolicy"):
         set_up(quick_config(tmp_path / "run", precision="float16"), engine=of_the_page())
 
 
