@@ -260,7 +260,7 @@ class TrainingConfig:
     seed: int = flag(0, "seed of weights, data order, sampling and global random numbers", ge=0, le=2**32 - 1)
     num_epochs: float = flag(3, "epochs over the examples; dynamic_sampling may use more", gt=0, le=10**6)
     max_steps: int = flag(
-        0, "maximum number of steps of each phase, also of the cold start; 0: no limit but num_epochs", ge=0)
+        0, "maximum number of steps of each phase, also of the cold start; 0: as num_epochs says", ge=0)
     batch_size: int = flag(4, "prompts per rollout; demonstrations per optimiser step", gt=0, le=2**20)
     cold_start_steps: int = flag(0, "supervised steps before GRPO, on the dataset's demonstrations", ge=0)
     cold_start_accuracy: float = flag(

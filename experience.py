@@ -94,10 +94,10 @@ class Experience:
         sampling_logp       by the sampler, when the token was sampled (a field of the rollout)
         trainer_logp        by the trainer's forward pass before the updates; sampling_logp if there is none
         reference_logp      by the reference
-        old_logp            the denominator of the ratio in the loss: sampling_logp, or with --importance_cap
-                            trainer_logp
+        old_logp            the denominator of the ratio in the loss: sampling_logp, or with importance
+                            weights (--importance_cap, or vLLM) trainer_logp
 
-    With --importance_cap, batch multiplies advantages by importance_weights: see grpo.importance_weights.
+    With importance weights, batch multiplies advantages by importance_weights: see grpo.importance_weights.
     """
 
     examples: list[dict]                # P

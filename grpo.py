@@ -353,7 +353,7 @@ def sequence_mask(
 
 @dataclass(frozen=True)
 class Loss:
-    """An entry of LOSSES. per_token's parameters tell what it uses: without log_ratio, only one update."""
+    """An entry of LOSSES. If per_token has no parameter log_ratio, a rollout allows only one update."""
 
     per_token: Callable
     aggregation: str                                      # see token_weights

@@ -114,7 +114,7 @@ class Policy:
         norm = self.clip_gradient(max_grad_norm)
         skipped = not (math.isfinite(norm) and math.isfinite(sum(self.losses)))
         if norm == 0:
-            self.optimizer.zero_grad()                    # to None; by zeros, momentum would move weights
+            self.optimizer.zero_grad()                    # to None, so that momentum moves no weights
         if not skipped:
             self.steps_begun += 1
             self.optimizer.step()

@@ -6,7 +6,7 @@ The default reward functions, and the score of a completion: the weighted sum of
 Every argument is a list with one entry per completion. columns are the columns of the data set (answer, ...),
 repeated for the completions of a group. A completion is text or, if its prompt is a list of chat messages, a
 list of messages; the functions here read the last one. Return None where a function does not apply. A model
-may print anything, so functions here return 0 or None and never raise. Do not modify the shared arguments.
+may print anything, so no function here raises an error for bad text. Do not modify the shared arguments.
 
 reward_functions/ has more functions, and code that calls users' functions safely.
 

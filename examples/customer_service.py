@@ -27,8 +27,8 @@ def respond(conversation, topic, context, needs):
 
         1 - 0.1 * number of earlier messages    when all facts in `needs` are told, which ends the conversation
         -0.3    when a fact is missing and the customer, who has no follow-up message left, gives up
-        -0.1    for a message that is empty, longer than LONGEST, equal to an earlier one, or a copy: it has a
-                sentence of the instructions without a fact in `needs`; what a copy tells does not count
+        -0.1    for a message that is empty, longer than LONGEST, equal to an earlier one, or a copy (it repeats
+                a sentence of the instructions without a needed fact); facts in copies do not count
         0.05    for a greeting at the start of the first message
     """
     mine = [message["content"] for message in conversation if message["role"] == "assistant"]
