@@ -27,7 +27,7 @@ from torch import Tensor
 
 BASELINES = "group_mean", "group_median", "global_mean", "leave_one_out"         # choices of --baseline
 CENTERED_BASELINES = "group_mean", "leave_one_out"        # under these the advantages of a group sum to 0
-SCALES = "group", "batch", "mean", "none"                 # --advantage_scale
+SCALES = "group", "batch", "mean", "none"                 # none: --normalize_advantages false
 
 
 def compute_group_advantages(
