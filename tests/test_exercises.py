@@ -38,15 +38,16 @@ def test_stubs_have_hints_and_the_signatures_of_the_solutions():
         assert inspect.signature(function) == inspect.signature(stub) and "Hint: " in stub.__doc__, name
 
 
-def edited(edit):
-    """Return the solution of exercise 6, with an error that is an edit of the completions."""
-    return lambda completions, answer, **_: SOLVED["right_number"](list(map(edit, completions)), answer)
+def edited(pattern, new=""):
+    """Return the solution of exercise 6, with an error: it replaces a pattern in completions and answers."""
+    return lambda completions, answer, **_: SOLVED["right_number"](*[[re.sub(pattern, new, x) for x in texts] for texts in (completions, answer)])
 
 
 MISTAKES = [(name, said, wrong) for name, mistakes in tests.MISTAKES.items() for said, wrong in mistakes.items()] + [
     ("group_advantages", "changed in place", lambda r: r.copy_(SOLVED["group_advantages"](r))),
     ("leave_one_out", "changed in place", lambda r: r.copy_(SOLVED["leave_one_out"](r))),
     ("clipped_loss", "is right, but has no gradient", lambda *arguments: SOLVED["clipped_loss"](*arguments).detach()),
+    ("loss_of_a_piece", "changed in place", lambda loss, mask, n: loss.masked_fill_(~mask, 0.0).sum() / n),
     ("loss_of_a_piece", "the padding is in the sum", lambda loss, mask, n: loss.nansum() / n),
     ("loss_of_a_piece", "return a tensor with a gradient, not 0.", lambda loss, mask, n: loss[mask].sum().item() / n),
     ("loss_of_a_piece", "is right, but has no gradient", lambda loss, mask, n: torch.tensor(loss[mask].sum().item() / n)),
@@ -58,11 +59,13 @@ MISTAKES = [(name, said, wrong) for name, mistakes in tests.MISTAKES.items() for
     ("right_number", "a number for each completion, not 1.0", lambda completions, answer, **_: 1.0),
     ("right_number", "inside the loop", lambda completions, answer, **_: SOLVED["right_number"](completions[:1], answer[:1])),
     ("right_number", "its own answer", lambda completions, answer, **_: SOLVED["right_number"](completions, answer[:1] * len(answer))),
-    ("right_number", "int() cuts", edited(lambda text: re.sub(r"\.\d+", "", text))),
-    ("right_number", "no tolerance is allowed", edited(lambda text: re.sub(r"\d+\.\d+", lambda number: f"{float(number[0]):.0f}", text))),
-    ("right_number", "a comma stands before three digits", edited(lambda text: text.replace(",", ""))),
-    ("right_number", "an underscore", edited(lambda text: text.replace("_", ""))),
-    ("right_number", "raises IndexError", edited(lambda text: "<answer>" + text.split("<answer>")[1])),
+    ("right_number", "no tolerance is allowed", edited(r"\d+\.\d+", lambda number: f"{float(number[0]):.0f}")),
+    ("right_number", "answer is 0.5, and earns 0.0", edited(r"\.[1-9]", "?")),
+    ("right_number", "raises IndexError", lambda texts, answer, **_: SOLVED["right_number"](["<answer>" + x.split("<answer>")[1] for x in texts], answer)),
+    *[("right_number", said, edited(pattern)) for said, pattern in (
+        ("int() cuts", r"\.\d+"), ("a comma stands before three digits", ","), ("the sign counts", "-"), ("an underscore", "_"),
+        ("four digits after a comma", r",(?=\d{4})"), ("four digits before a comma", r"(?<=\d{4}),"),
+    )],
 ]
 
 

@@ -5,6 +5,7 @@ The exercises of docs/lecture.md. Write the functions; the tests name the error 
     python -m pytest -q -rN --tb=short docs/exercises -k test_1    the first one
 
 Solutions are in solutions.py. Shapes: P prompts, G completions of each, B = P*G rows, T tokens of a completion.
+No function may change its arguments in place: the caller still needs them.
 """
 
 import math
@@ -64,7 +65,8 @@ def kl_term(logp: Tensor, old_logp: Tensor, ref_logp: Tensor) -> Tensor:
 def right_number(completions: list[str], answer: list[str], **columns) -> list[float]:
     """6. Return 1.0 for a completion whose only <answer>...</answer> contains the right number, else 0.0.
 
-    72, 72.0 and " 72 " are the same number, and 1,000 is 1000, but 7,2 is not a number. Two answers earn 0.
+    72, 72.0 and " 72 " are the same number, 1,000 is 1000, and a number may be -3 or 0.5. A comma separates groups of
+    three digits, so 7,2 and 1,0000 and 1234,567 are not numbers. Two answers earn 0.
     Never raise an error, whatever a model writes.
     Hint: re.findall finds the tags; float() reads "nan" and "inf" too; math.isfinite.
     """

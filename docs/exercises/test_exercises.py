@@ -34,7 +34,7 @@ def k3(logp, ref_logp):
     return (ref_logp - logp).exp() - (ref_logp - logp) - 1
 
 
-IN_PLACE = "the rewards are changed in place (by -=, /= or rewards[...] = 0), and the caller still needs them: make a new tensor"
+IN_PLACE = "an argument is changed in place (by -=, /= or [...] = 0), and the caller still needs it: make a new tensor"
 MISTAKES = {                                 # function -> what is said about a mistake -> the function with that mistake
     "group_advantages": {
         "the standard deviation divides by G and not by G - 1": lambda r: standardised(r, correction=0),
@@ -51,6 +51,7 @@ MISTAKES = {                                 # function -> what is said about a 
     "leave_one_out": {
         "the mean contains the completion itself": lambda r: r - r.mean(1, True),
         "the sum of the siblings is divided by G and not by G - 1": lambda r: r - (r.sum(1, True) - r) / r.shape[1],
+        "the sum of the siblings is not divided": lambda r: r - (r.sum(1, True) - r),
         "the sum of the siblings is divided by P - 1, as len counts prompts": lambda r: r - (r.sum(1, True) - r) / (len(r) - 1),
         "the sum of the siblings is always divided by 3, and not by G - 1": lambda r: r - (r.sum(1, True) - r) / 3,
         "the sign is reversed": lambda r: (r.sum(1, True) - r) / (r.shape[1] - 1) - r,
@@ -128,7 +129,7 @@ def test_1_group_advantages():
 
 
 def test_2_leave_one_out():
-    for groups in [[1.0, 0.0, 0.0, 1.0], [4.0, 3.0, 2.0, 7.0]], [[2.0, 0.0, 1.0, 5.0, 3.0]]:
+    for groups in [[1.0, 0.0, 0.0, 1.0], [4.0, 3.0, 2.0, 7.0], [0.0, 5.0, 1.0, 1.0]], [[2.0, 0.0, 1.0, 5.0, 3.0], [1.0] * 5]:
         rewards = torch.tensor(groups)
         expected = grpo.compute_group_advantages(rewards, baseline="leave_one_out", scale="none")
         compare("leave_one_out", f"advantages of {groups}", lambda f, rewards=rewards: f(rewards), expected)
@@ -145,6 +146,8 @@ def test_3_clipped_loss():
 def test_4_loss_of_a_piece():
     loss, mask = numbers(6, 5).requires_grad_(), torch.arange(5) < torch.tensor([[5], [1], [2], [5], [3], [4]])
     whole, count = loss[mask].mean(), int(mask.sum())
+    task.loss_of_a_piece(padded := loss.masked_fill(~mask, 100.0), mask, count)
+    check(torch.equal(padded, loss.masked_fill(~mask, 100.0)), IN_PLACE)
     for padding, what, pieces in (
         (100.0, "loss with 100 in the padding", [[0, 1, 2, 3, 4, 5]]), (torch.nan, "loss with NaN in the padding", [[0, 1, 2, 3, 4, 5]]),
         (torch.nan, "sum over four micro-batches", [[0], [1], [2], [3, 4, 5]]), (torch.nan, "sum over two micro-batches", [[5, 1], [0, 2, 4, 3]]),
@@ -181,24 +184,24 @@ def test_6_right_number():
     def reward(text, answer="72"):
         return rewards([text], [answer])[0]
 
-    for number, answer in ("72", "72"), (" 72 ", "72"), ("72.0", "72"), ("1,000", "1000"), ("-3", "-3"):
+    for number, answer in ("72", "72"), (" 72 ", "72"), ("72.0", "72"), ("1,000", "1000"), ("-3", "-3"), ("0.5", "0.5"):
         text = f"so <answer>{number}</answer>"
         check(reward(text, answer) == 1, f"{text!r} is right where the answer is {answer}, and earns {reward(text, answer)}")
     values = rewards(["<answer>72</answer>", "<answer>5</answer>", "<answer>72</answer>"], ["72", "5", "9"])
     check(values == [1, 1, 0], f"72, 5 and 72 earn {values} where the answers are 72, 5 and 9: compare each completion with its own answer")
     cheats = {
-        "an empty completion": "", "a number without a tag": "72", "an open tag": "<answer>", "an empty tag": "<answer></answer>",
+        "not a number, and two unreadable answers are not equal": "<answer>nan</answer>", "an empty completion": "", "an open tag": "<answer>",
         "a number that ends like the answer": "<answer>172</answer>", "several numbers": "<answer>70 71 72 73</answer>",
         "two answers": "<answer>71</answer><answer>72</answer>", "two answers, the first right": "<answer>72</answer><answer>71</answer>",
         "a tag in a tag": "<answer><answer>72</answer>", "the same answer three times": "<answer>72</answer>" * 3,
         "another number, which int() cuts to 72": "<answer>72.9</answer>", "another number, and no tolerance is allowed": "<answer>72.001</answer>",
-        "not a number, as a comma stands before three digits": "<answer>7,2</answer>", "5000 digits": f"<answer>{'9' * 5000}</answer>",
-        "the question": "<answer>the number of 7+65</answer>", "an underscore, which float() accepts": "<answer>7_2</answer>",
-        "not a number": "<answer>nan</answer>", "infinity": "\0<answer>inf</answer>",
+        "another number, as the sign counts": "<answer>-72</answer>", "not a number, as a comma stands before three digits": "<answer>7,2</answer>",
+        "four digits after a comma, not three": "<answer>1,0000</answer>", "four digits before a comma, not up to three": "<answer>1234,567</answer>",
+        "the question": "<answer>the number of 7+65</answer>", "5000 digits": f"<answer>{'9' * 5000}</answer>", "infinity": "\0<answer>inf</answer>",
+        "an underscore, which float() accepts": "<answer>7_2</answer>", "a number without a tag": "72", "an empty tag": "<answer></answer>",
     }
-    for name, text in cheats.items():
-        check(reward(text) == 0, f"{text[:60]!r} earns {reward(text)} where the answer is 72, and should earn 0: it is {name}")
-    check(reward("<answer>nan</answer>", "nan") == 0, "two unreadable answers are not equal answers")
+    for name, text, answer in [(*cheat, answer) for answer in ("72", "10000", "1234567", "nan") for cheat in cheats.items()]:
+        check(reward(text, answer) == 0, f"{text[:60]!r} earns {reward(text, answer)} where the answer is {answer}, and should earn 0: it is {name}")
     example = {"prompt": "7+65=?", "answer": "72", "completion": "<reasoning>65+7=72</reasoning><answer>72</answer>"}
     flags = flags_of({kind: reward(text) for kind, text in completions_of(example).items()})
     check(flags == [], f"the reward linter finds: {flags}")
