@@ -139,17 +139,17 @@ class Policy:
 
     def add_gradients(self, batch, rows: Tensor, loss_fn: Callable, reference) -> dict[str, float]:
         """Run forward and backward passes. Return the sums of the loss, its terms and metrics, by name."""
-        sums, names = [], []                              # a tensor for each micro-batch
+        sums = []                                         # for each micro-batch, of all values
         for part_rows, new in self.forward_passes(batch.rollout, rows, reference):
             part = batch.select(part_rows, new.logp.device)
             terms, metrics = loss_fn(new, part)
             loss = sum(terms.values())
             self.backward(loss)
-            names, values = zip(*{"total_loss": loss, **terms, **metrics}.items(), strict=True)
-            summed = [torch.where(part.mask, x, 0.0).sum() if x.ndim else x for x in values]
+            values = {"total_loss": loss, **terms, **metrics}
+            summed = [torch.where(part.mask, x, 0.0).sum() if x.ndim else x for x in values.values()]
             sums.append(torch.stack(summed).detach())
         totals = [sum(column) for column in zip(*(x.tolist() for x in sums), strict=True)]
-        return dict(zip(names, totals, strict=True))
+        return dict(zip(values, totals, strict=True))
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()
