@@ -3,8 +3,8 @@ The mathematics of GRPO: tensors in, tensors out. No model, no files, no devices
 
 A training step calls compute_group_advantages, then policy_loss: by default the sum of clipped_loss * weight
 over all tokens. To add a loss, write a function and an entry of LOSSES, the choices of --loss_type. The loss
-must be 0 where the advantage is 0, because the policy skips such rows. loss_type selects the loss of a
-token and how tokens are averaged; set the paper's baseline, sampling and clip range separately.
+must be 0 where the advantage is 0: such rows are skipped if the loss has no other term. loss_type selects
+the loss of a token and how tokens are averaged; set the paper's baseline, sampling and clip range separately.
 
 Departures from the GRPO paper (arXiv:2402.03300):
     - zero-variance groups, whose rewards are equal, have advantages of exactly 0

@@ -55,7 +55,7 @@ __all__ = [
     "Config", "DataConfig", "GRPOConfig", "ModelConfig", "TrainingConfig", "grpo_training_step",
     "supervised_training_step", "train", "validate_grpo_setup",
 ]
-VALUE_COEF = 0.1                # of value_loss in the loss
+VALUE_COEF = 0.1                # coefficient of value_loss
 
 
 def grpo_training_step(run: Run, examples: list[dict]) -> tuple[dict, Experience]:
@@ -92,7 +92,7 @@ def grpo_training_step(run: Run, examples: list[dict]) -> tuple[dict, Experience
     # 4. Update the policy: once by default, else on every minibatch of each of the --ppo_epochs.
     loss_fn = partial(grpo_loss, config)
     kl_reference = run.reference if config.exact_kl else None        # forwarded with every micro-batch
-    seed = (run.config.training.seed << 32) + progress.step          # shuffles the rows, if they are divided
+    seed = (run.config.training.seed << 32) + progress.step          # of the shuffled minibatches
     policy_has_changed, updates = False, []
     for rows in islice(minibatches(config, P * G, seed), run.updates_left):
         batch = experience.batch(rows, config.aggregation, max_tokens=config.generation_max_length)

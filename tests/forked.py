@@ -125,7 +125,7 @@ class Ranks:
         return self
 
     def ends(self) -> str:
-        """What each program printed at its end, and its exit code."""
+        """Return what each program printed at its end, and its exit code."""
         return "".join(
             f"\n---- rank {rank}, exit code {program.returncode}\n{program.stdout[-3000:]}{program.stderr[-6000:]}"
             for rank, program in enumerate(self.programs))

@@ -191,3 +191,9 @@ def test_what_is_no_optimizer_is_refused_when_its_phase_begins(tmp_path):
     run.make_optimizer = lambda pairs: TwoInOne([parameter for _, parameter in pairs])
     with pytest.raises(RunError, match="optimizer: its state_dict lacks state or param_groups: no run could be resumed"):
         run.begin_phase()
+
+
+def test_check_is_for_the_command_line_alone(tmp_path):
+    with pytest.raises(ValueError, match="check: is for the command line"):
+        train.train(quick_config(tmp_path / "run", check=True))
+    assert not list(tmp_path.iterdir())
