@@ -224,6 +224,11 @@ class GRPOConfig:
         return self.kl_term and self.kl_estimator == "exact"
 
     @property
+    def policy_loss_alone(self) -> bool:
+        """Return True if the loss of train.py has no other term. Then rows need a nonzero advantage."""
+        return not (self.kl_term or self.entropy_coef or self.use_value_head)
+
+    @property
     def scale(self) -> str:
         """Return the scale of compute_group_advantages."""
         return self.advantage_scale if self.normalize_advantages else "none"

@@ -55,16 +55,19 @@ def arithmetic(split: str, seed: int) -> list[dict]:
     ]
 
 
-def encode_prompt(tokenizer, prompt: str | list, tools=None) -> list[int]:
+def encode_prompt(tokenizer, prompt: str | list | dict) -> list[int]:
     """Encode a prompt up to the start of the completion, with the chat template if the tokenizer has one.
 
-    prompt   text, chat messages, or token ids (returned unchanged)
-    tools    tools of the example, which replace tokenizer.tools
+    prompt   text, chat messages, token ids (returned unchanged), or an example. The `prompt` of an example is
+             one of these, and its `tools`, if it has any, replace tokenizer.tools
     returns  token ids with one BOS token: the template's if there is a template, else the tokenizer's
 
     The text of special tokens is removed from all messages but the assistant's; it is kept in a text prompt
     without a template. Raises ValueError for messages that the template rejects or omits.
     """
+    tools = None
+    if isinstance(prompt, dict):
+        prompt, tools = prompt["prompt"], prompt.get("tools")
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
         return prompt
     if isinstance(prompt, str) and not tokenizer.chat_template:
@@ -75,12 +78,6 @@ def encode_prompt(tokenizer, prompt: str | list, tools=None) -> list[int]:
     else:
         text = f"{as_text(messages)}\nassistant: "
     return tokenizer(text, add_special_tokens=not tokenizer.chat_template).input_ids
-
-
-def prompt_of(tokenizer, example: dict) -> str | list:
-    """Return the prompt of an example for Policy.sample: token ids if the example has tools."""
-    prompt, tools = example["prompt"], example.get("tools")
-    return encode_prompt(tokenizer, prompt, tools) if tools else prompt
 
 
 def encode_demonstration(

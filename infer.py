@@ -20,7 +20,7 @@ from runs.errors import exit_on_errors  # first, see runs/__init__.py
 
 from analysis import evaluation, report
 from config import GRPOConfig, ModelConfig
-from data import as_text, encode_prompt, prompt_of
+from data import as_text, encode_prompt
 from engine.device_policy import DevicePolicy
 from engine.devices import best_device, idle_cores
 from engine.models import check_context_length, load_any_policy, move, resolve_precision
@@ -30,6 +30,7 @@ from reward_functions.loading import load_reward_functions, require_columns
 from rewards import is_missing, text_of
 from runs.command_line import parse_infer, section_of
 from runs.folder import or_none
+from runs.groups import Scoring
 from runs.startup_check import choose_engine, refuse_wrong_sampler
 from sources import load_examples
 from sources.training_data import instructed
@@ -84,12 +85,12 @@ def sample_answers(
         policy, _ = choose_engine(policy, ["1+1=?"], config)
     refuse_wrong_sampler(policy)
     examples = [instructed(example, args.instruction) for example in examples]
-    longest = max(len(encode_prompt(tokenizer, prompt_of(tokenizer, example))) for example in examples)
+    longest = max(len(encode_prompt(tokenizer, example)) for example in examples)
     check_context_length(policy.model, longest, config.generation_max_length)
     idle_cores.choose_threads(partial(print, file=sys.stderr))
     return evaluation.sample_and_score_problems(
-        policy, examples, config, seed=args.seed, num_completions=args.samples,
-        reward_functions=functions, weights=config.weights, environment=environment)
+        policy, examples, config, Scoring(functions, config.weights, environment), seed=args.seed,
+        num_completions=args.samples)
 
 
 def print_answers(args: argparse.Namespace, groups: Groups) -> None:

@@ -11,7 +11,7 @@ from itertools import islice
 from data import as_text, demonstration
 from reward_functions.answers import as_list
 from rewards import as_number, text_of
-from runs.groups import score
+from runs.groups import Scoring, score
 from sample import demonstrations_as_rollout
 
 KINDS = "gold", "empty", "wrong", "form", "spam", "newline"     # columns of the table, see docs/rewards.md
@@ -62,7 +62,7 @@ def lint(
             kinds.append(kind)
             rows.append(example | {"completion": text})
     rollout = demonstrations_as_rollout(model, tokenizer, rows)
-    groups = score(rollout, rows, functions, config.weights, config)
+    groups = score(rollout, rows, Scoring(functions, config.weights), config)
     table = [f"| reward | {' | '.join(KINDS)} |", "|---" * (len(KINDS) + 1) + "|"]
     for name, values in (groups.per_function | {"total": groups.scores}).items():            # (rows, 1)
         means = {kind: float(values[[k == kind for k in kinds]].nanmean()) for kind in KINDS}

@@ -23,7 +23,7 @@ from functools import partial
 
 import torch
 
-from data import as_messages, prompt_of
+from data import as_messages
 from engine.errors import RunError, exits_as_errors, in_one_line
 from logprobs import completion_lengths
 from environments.instances import Instance, close_all, responders, start_group
@@ -89,8 +89,7 @@ class Conversations:
             responds = responders(self.environment, rows)
         # Changed in place, because a repetition of sampling reads the same list.
         self.prompts[:] = [
-            prompt_of(self.tokenizer, example | {"prompt": prompt})
-            for example, prompt in zip(self.examples, prompts, strict=True)]
+            example | {"prompt": prompt} for example, prompt in zip(self.examples, prompts, strict=True)]
         self.each = [
             Conversation(
                 self.tokenizer, prompts[row // self.group_size], respond, self.config, self.stops)

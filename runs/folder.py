@@ -170,7 +170,7 @@ def open_tracker(
 
 def completion_records(experience) -> list[dict]:
     """Return the lines of rollouts.jsonl for an Experience, one for each completion."""
-    examples, rollout = experience.examples, experience.rollout
+    examples, rollout = experience.examples, experience.table.rollout
     groups, advantages = experience.groups, experience.advantages
     tied = [] if groups is None else groups.tied.tolist()
     group_size, by_token = len(rollout.completions) // len(examples), experience.by_token

@@ -3,6 +3,8 @@ The start-up check of every run: choose the engine that samples and computes log
 model or tokenizer that would be trained on wrong tokens or log-probabilities.
 """
 
+from contextlib import nullcontext
+
 import torch
 
 from config import GRPOConfig
@@ -75,11 +77,14 @@ def refuse_wrong_sampler(policy: Policy, prompts=("1+1=?",), most_tokens: int = 
     prompts = [encode_prompt(tokenizer, prompt) for prompt in prompts]
     refuse_wrong_tokens(model, tokenizer, prompts)
     half = prompts[0][len(prompts[0]) // 2 :]
-    rollout = policy.sample([prompts[0], half], short_completions(most_tokens), 0, num_completions=2)
+    settings, seeds = short_completions(most_tokens), [(0, 0), (0, 1)]
+    sampler = getattr(policy, "sampler", None)            # such as vLLM, which gets the weights first
+    with sampler.sampling() if sampler else nullcontext():
+        rollout = policy.sample([prompts[0], half], settings, seeds, num_completions=2)
     plain = DevicePolicy(model, tokenizer)
     refuse_wrong_head(plain, rollout)
-    trained = plain.log_probs(rollout).logp
-    if fault := difference(model, "sampler and trainer", rollout.sampling_logp, trained):
+    trained, exact = plain.log_probs(rollout).logp, is_exact(model) and policy.same_arithmetic
+    if fault := difference(model, "sampler and trainer", rollout.sampling_logp, trained, exact):
         raise ValueError(f"start-up check: {fault}; try --attn_implementation eager")
     return rollout
 
@@ -120,13 +125,16 @@ def refuse_wrong_head(plain: DevicePolicy, rollout: Rollout, name: str = "policy
             "logprobs.py lacks: add it there")
 
 
-def difference(model, what: str, left: torch.Tensor, right: torch.Tensor) -> str:
+def difference(
+    model, what: str, left: torch.Tensor, right: torch.Tensor, exact: bool | None = None
+) -> str:
     """Return how much two tensors of log-probabilities differ, "" if only by rounding.
 
     With experts in 16 bits the mean is compared: rounding changes a few tokens' experts, and so some nats.
+    exact: whether both were computed in float32; None: as the model computes
     """
     differences = (left.cpu() - right.cpu()).abs().nan_to_num(torch.inf)
-    tolerance = TOLERANCE if is_exact(model) else TOLERANCE_HALF
+    tolerance = TOLERANCE if (is_exact(model) if exact is None else exact) else TOLERANCE_HALF
     on_average = tolerance == TOLERANCE_HALF and has_experts(model)
     found = float(differences.mean() if on_average else differences.max())
     bound = "on average" if on_average else "at most"

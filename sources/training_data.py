@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from config import Config
-from data import COLUMNS, as_messages, as_text, encode_prompt, prompt_of
+from data import COLUMNS, as_messages, as_text, encode_prompt
 from environments.messages import encode_turns, unwritten_entries
 from guards import without_special_tokens
 from sources import load_examples
@@ -90,7 +90,7 @@ def note_unused(examples: list[dict], named: set[str], tokenizer, notify: Callab
     if "tools" in unused:
         example = next(e for e in examples if str(e.get("tools")) not in BLANK)
         without = encode_prompt(tokenizer, example["prompt"])
-        unused["tools"] *= encode_prompt(tokenizer, example["prompt"], example["tools"]) == without
+        unused["tools"] *= encode_prompt(tokenizer, example) == without
     if unused := +unused:
         names = ", ".join(f"{name} ({count})" for name, count in unused.most_common())
         notify(f"  note   no prompt, completion or reward function uses these columns and keys: {names}")
@@ -111,7 +111,7 @@ def fit_prompts(
     """
     limit = config.data.max_prompt_length
     examples = [instructed(example, config.data.instruction) for example in examples]
-    lengths = [len(encode_prompt(tokenizer, prompt_of(tokenizer, example))) for example in examples]
+    lengths = [len(encode_prompt(tokenizer, example)) for example in examples]
     rendered = [e["prompt"] for e in examples if tokenizer.chat_template or not isinstance(e["prompt"], str)]
     if cleaned := sum(without_special_tokens(tokenizer, m) != m for m in map(as_messages, rendered)):
         notify(f"{cleaned} of {len(examples)} prompts have the text of special tokens, which is removed")
@@ -150,7 +150,7 @@ def refuse_long_demonstrations(
         return
     for number, example in enumerate(dataset, start=1):
         ids, _ = encode_turns(tokenizer, example["prompt"], example["completion"], stop_ids)
-        length = len(encode_prompt(tokenizer, prompt_of(tokenizer, example))) + len(ids)
+        length = len(encode_prompt(tokenizer, example)) + len(ids)
         if positions and length > positions:
             raise ValueError(
                 f"--dataset={config.data.dataset}: example {number} and its completion have {length} tokens, "

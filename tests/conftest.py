@@ -26,7 +26,6 @@ from engine import make_engine
 from engine.models import make_reference, load_any_policy, save_any_policy
 from engine.text_model import trainable_parameters
 from experience import Groups, compute_experience
-from grpo import compute_group_advantages
 from model import byte_tokenizer
 from runs.command_line import parse_config
 from runs.folder import read_jsonl
@@ -317,9 +316,8 @@ def experience_of(run, rollout, rewards):
     """The Experience of a rollout with made-up rewards (P, G), computed as grpo_training_step does."""
     run.progress.add_rewards(rewards)
     config, groups = run.config.grpo, Groups([{"prompt": ""}] * len(rewards), rollout, rewards, {}, rewards)
-    advantages = compute_group_advantages(
-        rewards, baseline=config.baseline, scale=config.scale, global_mean=run.progress.mean_of_rewards)
-    return compute_experience(groups, advantages, config, run.policy, run.reference)
+    groups.advantages = train.group_advantages(config, groups, run.progress)
+    return compute_experience(groups, config, run.policy, run.reference)
 
 
 def shared_log_probs(model, rollout, *, reference=None):

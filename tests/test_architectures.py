@@ -13,7 +13,7 @@ import train
 from config import GRPOConfig, ModelConfig
 from engine import make_engine
 from engine.models import load_any_policy, save_any_policy
-from experience import add_trainer_logp, demonstrations_as_experience
+from experience import Batch, add_trainer_logp
 from runs.command_line import parse_config
 from runs.folder import read_jsonl
 from runs.setup import set_up
@@ -76,7 +76,6 @@ def test_experts_and_routers_have_no_adapter_and_sampler_and_trainer_agree(name,
     adapted = {key.partition(".lora_")[0] for key, parameter in model.named_parameters() if parameter.requires_grad}
     assert not lora_rank or (len(adapted) >= 8 and not any(word in f"{key}." for word in ("router.", ".experts.", "mlp.gate.") for key in adapted))
     shared, plain = (make_engine(name, model, tokenizer) for name in ("shared", "plain"))
-    experience = demonstrations_as_experience([], shared.sample(PROMPTS, UNRESTRICTED, 0))
+    rollout = shared.sample(PROMPTS, UNRESTRICTED, 0)
     for engine in shared, plain:
-        add_trainer_logp(experience, engine)
-        engine.require_ratios_of_1(experience.metrics["sampler_deviation"])
+        engine.require_ratios_of_1(add_trainer_logp(Batch.of_rollout(rollout, torch.ones(len(rollout.finished), 1)), engine))

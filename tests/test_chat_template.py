@@ -13,13 +13,13 @@ import train
 from conftest import ARCHITECTURES, quick_config
 
 from config import Config, GRPOConfig, ModelConfig
-from data import encode_demonstration, encode_prompt, prompt_of
+from data import encode_demonstration, encode_prompt
 from environments.conversations import Conversation
 from environments.messages import encode_reply, encode_turns
 from engine.models import load_any_policy, load_any_tokenizer, save_any_policy
 from model import byte_tokenizer
 from policy import Policy
-from runs.groups import sample_and_score
+from runs.groups import conversation_sampler
 from runs.setup import set_up
 from runs.startup_check import refuse_wrong_tokens
 from sample import demonstrations_as_rollout, stop_token_ids
@@ -196,15 +196,14 @@ def test_the_tools_of_a_row_are_written_by_the_template(base, tools, written):
     expected, notes = f"{written}{OPEN}", []
     note_unused([example], set(), tokenizer, notes.append)
     assert len(notes) == (bool(tools) and not written), "named where they are not written"
-    assert tokenizer.decode(encode_prompt(tokenizer, prompt_of(tokenizer, example))) == expected
+    assert tokenizer.decode(encode_prompt(tokenizer, example)) == expected
     settings = GRPOConfig(generation_max_length=2, num_completions_per_prompt=2)
-    options = dict(reward_functions=[lambda completions, **columns: [0.0] * len(completions)], weights=[1.0])
-    for environment in None, lambda messages: None:
-        groups = sample_and_score(Policy(model, tokenizer), [example], [(0, 0)], settings, environment=environment, **options)
-        assert tokenizer.decode(groups.rollout.prompt_ids[0]) == expected
+    policy = Policy(model, tokenizer)
+    for sample in policy.sample, conversation_sampler(policy, lambda messages: None):
+        assert tokenizer.decode(sample([example], settings, [(0, 0)]).prompt_ids[0]) == expected
     assert tokenizer.decode(demonstrations_as_rollout(model, tokenizer, [example]).prompt_ids[0]) == expected
     tokenizer.tools = [{"function": "of the environment"}]
-    assert ("of the environment" in tokenizer.decode(encode_prompt(tokenizer, prompt_of(tokenizer, example)))) == (not written)
+    assert ("of the environment" in tokenizer.decode(encode_prompt(tokenizer, example))) == (not written)
 
 
 GLM = "[gMASK]{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"

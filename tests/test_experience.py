@@ -11,7 +11,7 @@ from conftest import experience_of, with_settings
 import train
 from config import GRPOConfig
 from data import Batches
-from experience import Experience, Groups, compute_experience, minibatches, sampled_kl, shape_rewards, token_advantages
+from experience import Batch, Experience, Groups, compute_experience, minibatches, sampled_kl, shape_rewards, token_advantages
 from logprobs import LogProbs
 from sample import Rollout
 from train import sample_groups
@@ -33,9 +33,9 @@ def test_overlong_completions_are_kept_left_out_or_penalised(base):
         return rollout, experience_of(run, rollout, shaped_rewards(run.config.grpo, rewards, rollout=rollout))
 
     rollout, kept = look()
-    assert torch.equal(kept.mask, rollout.completion_mask)
+    assert torch.equal(kept.table.mask, rollout.completion_mask)
     rollout, masked = look(overlong="mask")
-    assert torch.equal(masked.mask, rollout.completion_mask & rollout.finished[:, None])
+    assert torch.equal(masked.table.mask, rollout.completion_mask & rollout.finished[:, None])
     assert torch.equal(masked.advantages, kept.advantages), "their points still count for their siblings"
     rollout, penalised = look(overlong="penalise")
     lengths = rollout.completion_mask.sum(dim=1)
@@ -52,7 +52,7 @@ def test_overlong_completions_are_kept_left_out_or_penalised(base):
 
 def assert_advantages(experience, expected):
     """All tokens of a completion have its advantage: expected (P, G)."""
-    torch.testing.assert_close(experience.advantages, expected.reshape(-1, 1).expand(experience.mask.shape))
+    torch.testing.assert_close(experience.advantages, expected.reshape(-1, 1).expand(experience.table.mask.shape))
 
 
 def with_points(base, *rounds, **settings):
@@ -75,7 +75,7 @@ def test_dynamic_sampling_replaces_tied_groups_by_new_prompts_in_bounded_rounds(
     order = Batches(run.train_set, 9, 0)
     assert [*asked[0], *asked[1], *asked[2]] == [example["prompt"] for example in next(order)], "the next prompts, none twice"
     assert run.batches.position == 9 and groups.replaced == 3 + 2
-    assert groups.tied.tolist() == [False, False, True, True], "the last round's stay"
+    assert groups.without_signal(run.config.grpo).tolist() == [False, False, True, True], "the last round's stay"
     prompts = [asked[0][1], asked[1][0], *asked[2]]
     texts = [run.policy.tokenizer.decode(ids[mask]) for ids, mask in zip(groups.rollout.prompt_ids, groups.rollout.prompt_mask)]
     assert [text.removeprefix("<bos>") for text in texts] == [example["prompt"] for example in groups.examples] == prompts
@@ -94,6 +94,7 @@ def test_groups_that_differ_in_length_alone_are_replaced(base, monkeypatch):
     groups = sample_groups(run, next(run.batches))
     assert groups.replaced == 3 and groups.scores[0].tolist() == [1.0, 0.0, 0.0, 0.0]
     lacking = groups.without_signal(run.config.grpo)
+    groups.advantages = train.group_advantages(run.config.grpo, groups, run.progress)
     assert lacking.tolist() == [False, True, True, True] and not groups.tied.any(), "their advantages are not 0"
 
 
@@ -111,6 +112,17 @@ def test_with_gdpo_a_group_of_equal_scores_may_have_a_signal(base):
     scores = torch.ones(1, 4).double()
     groups = Groups([], None, scores, per_function, shaped_rewards(config, scores, per_function))
     assert not groups.without_signal(config).any() and groups.without_signal(replace(config, reward_combination="sum")).all()
+
+
+def test_a_group_has_no_signal_where_the_advantages_that_are_used_are_0(base):
+    """Those of a group with a mean of at most 0, if they are divided by it."""
+    rewards = torch.tensor([[-1.0, 0.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]])
+    for scale, expected in ("mean", [True, False]), ("group", [False, False]):
+        run = with_settings(base, advantage_scale=scale)
+        groups = Groups([{}, {}], None, rewards, {}, rewards)
+        assert groups.without_signal(run.config.grpo).tolist() == expected
+        groups.advantages = train.group_advantages(run.config.grpo, groups, run.progress)
+        assert groups.tied.tolist() == expected
 
 
 def test_the_global_mean_runs_over_the_run_of_clipped_rewards(base):
@@ -212,14 +224,15 @@ def test_what_is_measured_between_sampler_and_trainer(same_arithmetic):
     """Two rows, of which one is not scored: deviations are those of all sampled tokens. Advantages get the weights."""
     mask = torch.tensor([[1, 1, 1], [1, 0, 0]]).bool()
     sampler, trainer = numbers([-1.0, -2.0, -3.0], [-1.0, 0.0, 0.0]), numbers([-1.5, -2.0, -2.0], [-1.2, 0.0, 0.0])
-    groups = Groups([{}], rollout_of(mask, sampler), None, {}, numbers([1.0, math.nan]))
+    rewards = numbers([1.0, math.nan])
+    groups = Groups([{}], rollout_of(mask, sampler), rewards, {}, rewards, numbers([2.0, 0.0]))
     for cap in 1.5, 0.0:
         config = GRPOConfig(importance_cap=cap, num_completions_per_prompt=2)
-        made = compute_experience(groups, numbers([2.0, 0.0]), config, policy_of(trainer, same_arithmetic=same_arithmetic))
+        made = compute_experience(groups, config, policy_of(trainer, same_arithmetic=same_arithmetic))
         ratios = [math.exp(x) for x in (-0.5, 0.0, 1.0, -0.2)]
         expected = {"mean_advantage": 1.0, "std_advantage": 2**0.5, "importance_weight": (ratios[0] + ratios[1] + 1.5) / 3 if cap else None}
         expected["sampler_deviation"] = sum(abs(x - 1) for x in ratios) / 4 if cap or not same_arithmetic else None
-        assert dict.fromkeys(expected) | made.metrics == pytest.approx(expected) and made.old_logp.equal(trainer if cap else sampler)
+        assert dict.fromkeys(expected) | made.metrics == pytest.approx(expected) and made.table.old_logp.equal(trainer if cap else sampler)
         weighted = made.batch(torch.arange(2)).advantages[0]
         torch.testing.assert_close(weighted, 2 * numbers(ratios[0], ratios[1], 1.5) if cap else numbers(2.0, 2.0, 2.0))
 
@@ -227,14 +240,17 @@ def test_what_is_measured_between_sampler_and_trainer(same_arithmetic):
 def test_weights_of_a_batch_count_its_rows_and_all_tokens_of_their_groups():
     mask = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0], [1, 1, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]]).bool()
     mask = mask[:, :3]                                    # as make_rollout cuts it: not contiguous
-    made = Experience([], rollout_of(mask, num_prompts=3), mask, *[torch.zeros(6, 3)] * 3)
+    table = Batch.of_rollout(rollout_of(mask, num_prompts=3), torch.zeros(6, 1))
+    torch.testing.assert_close(table.weights, mask / 6)
+    made = Experience([], table, table.advantages)
     for aggregation, rows, expected in [
         ("token_mean", [0, 2, 3], [1 / 5, 0, 0, 1 / 5, 0, 0]), ("sequence_mean", [1, 3, 4], [0, 1 / 2, 0, 1 / 4, 0, 0]),
         ("constant", [0, 2], [1 / 7, 0, 0, 0, 0, 0]), ("prompt_mean", range(6), [1 / 8, 1 / 8, 0, 1 / 4, 0, 0]),
         ("prompt_mean", [0], [1 / 3, 0, 0, 0, 0, 0]), ("prompt_mean", [1, 3], [0, 1 / 5, 0, 2 / 5, 0, 0]), ("prompt_mean", [4, 5], [0] * 6),
     ]:
         batch = made.batch(torch.tensor(rows), aggregation, max_tokens=7)
-        torch.testing.assert_close(batch.weights, mask * torch.tensor(expected).float()[:, None])
+        assert batch.rows.tolist() == [row for row in rows if mask[row].any()]
+        torch.testing.assert_close(batch.weights, (mask * torch.tensor(expected).float()[:, None])[batch.rows])
 
 
 @pytest.mark.parametrize("cap", [0.0, 1.0, 2.0])
@@ -242,7 +258,10 @@ def test_the_ratio_of_ratio_k3_is_capped_by_importance_cap_with_its_gradient_and
     """On policy rounding decides whether a ratio is above 1."""
     logp, moved, x = torch.full((1, 5), -1.0, requires_grad=True), numbers([25.0, 1.0, 1e-6, 0.0, -1.0]), numbers([-1.0, 0.5, 0.5, 2.0, 1.0])
     before = logp.detach() - moved
-    made = Experience([], None, torch.ones(1, 5).bool(), torch.ones(1, 5), before, before - 9, reference_logp=logp.detach() + x)
+    every = torch.ones(1, 5)
+    made = Batch(
+        None, torch.arange(1), every.bool(), every, every, old_logp=before - 9, trainer_logp=before, lengths=None, finished=None,
+        reference_logp=logp.detach() + x)
     kl = sampled_kl(logp, made, GRPOConfig(use_kl_penalty=True, importance_cap=cap))
     (gradient,) = torch.autograd.grad(kl.sum(), logp)
     for t in range(5):
@@ -254,10 +273,11 @@ def test_the_ratio_of_ratio_k3_is_capped_by_importance_cap_with_its_gradient_and
 
 def test_the_kl_in_the_reward_is_taken_off_within_a_group_without_rows_that_are_not_trained_on():
     mask, logp = torch.tensor([[1, 1], [1, 0], [1, 1]]).bool(), numbers([-1.0, -2.0], [-1.0, 0.0], [-1.0, -1.0])
-    groups = Groups([{}], rollout_of(mask, logp - 3), None, {}, numbers([1.0, 2.0, math.nan]))  # another sampler
+    rewards = numbers([1.0, 2.0, math.nan])
+    groups = Groups([{}], rollout_of(mask, logp - 3), rewards, {}, rewards, numbers([0.75, -0.75, 0.0]))  # another sampler
     config = GRPOConfig(use_kl_penalty=True, kl_penalty_coef=0.5, kl_in="reward", num_completions_per_prompt=3)
     reference = policy_of(numbers([-2.0, -2.5], [-1.5, 0.0], [-9.0, -9.0]))
-    made = compute_experience(groups, numbers([0.75, -0.75, 0.0]), config, policy_of(logp, same_arithmetic=False), reference)
+    made = compute_experience(groups, config, policy_of(logp, same_arithmetic=False), reference)
     assert made.metrics["kl"] == pytest.approx((1.0 + 0.5 + 0.5) / 3)
     # Sums of 1.5 and 0.5 nats, half of each from the reward, around their mean.
     assert_advantages(made, numbers([0.75 - 0.25, -0.75 + 0.25, 0.0]))
@@ -272,6 +292,6 @@ def test_with_a_value_head_tokens_have_advantages_of_their_own_and_the_penalty_o
     penalty = 0.7 * (now.logp - run.reference.log_probs(rollout).logp)
     mask = rollout.completion_mask & ~rewards.view(-1, 1).isnan()
     expected = token_advantages(run.config.grpo, rewards.view(-1, 1), torch.where(mask, penalty, 0.0), now.values, mask)
-    for found, wanted in zip((made.advantages, made.returns, made.old_values), (*expected, now.values)):
+    for found, wanted in zip((made.advantages, made.table.returns, made.table.old_values), (*expected, now.values)):
         torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
-    assert now.values.abs().max() > 0.1 and torch.equal(made.mask, mask)
+    assert now.values.abs().max() > 0.1 and torch.equal(made.table.mask, mask)

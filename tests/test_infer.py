@@ -17,7 +17,6 @@ from data import load_examples
 from engine import make_engine
 from engine.errors import RunError
 from engine.models import load_any_policy
-from runs import groups
 from environments.messages import encode_reply
 from runs.command_line import parse_infer
 from runs.console import held_out_text
@@ -52,13 +51,13 @@ def test_control_characters_are_shown_as_escapes_and_kept_in_files(folder, token
 def test_the_prompt_of_a_question_has_the_instruction_and_a_conversation_shows_its_tools(folder, tokenizer, capsys, monkeypatch):
     reply = encode_reply(tokenizer, "Add.\n2+2?", {"role": "tool", "content": "4"}, [tokenizer.eos_token_id])
     script_tokens(monkeypatch, tokenizer, "calculate(2+2)", len(reply), "it is 4")
-    real, prompts = evaluation.sample_and_score, []
+    real, prompts = evaluation.score, []
 
-    def recorded(policy, examples, *args, **options):
+    def recorded(rollout, examples, *args):
         prompts.extend(example["prompt"] for example in examples)
-        return real(policy, examples, *args, **options)
+        return real(rollout, examples, *args)
 
-    monkeypatch.setattr(evaluation, "sample_and_score", recorded)
+    monkeypatch.setattr(evaluation, "score", recorded)
     infer.main(["--model_path", folder, "--question", "2+2?", "--instruction", "Add.", "--environment", "calculator", "--max_turns", "3"])
     assert prompts == ["Add.\n2+2?"]
     assert capsys.readouterr().out == "assistant: calculate(2+2)\ntool: 4\nassistant: it is 4\n"
@@ -116,13 +115,13 @@ def prompts(tmp_path):
 @pytest.fixture
 def scripted(monkeypatch):
     """The completions are those of the list that this returns, over and over."""
-    real, texts = groups.score, []
+    real, texts = evaluation.score, []
 
     def scored(rollout, *args):
         rollout.completions = [texts[row % len(texts)] for row in range(len(rollout.completions))]
         return real(rollout, *args)
 
-    monkeypatch.setattr(groups, "score", scored)
+    monkeypatch.setattr(evaluation, "score", scored)
     return texts
 
 
@@ -224,13 +223,13 @@ def test_a_conversation_whose_environment_raises_is_one_line_or_unscored_and_not
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_the_batch_size_bounds_what_is_sampled_at_once_and_changes_no_answer(folder, tmp_path, monkeypatch, prompts, size):
-    real, batches = evaluation.sample_and_score, []
+    real, batches = evaluation.score, []
 
-    def counting(policy, examples, seeds, config, **options):
+    def counting(rollout, examples, scoring, config):
         batches.append(config.generation_batch_size)
-        return real(policy, examples, seeds, config, **options)
+        return real(rollout, examples, scoring, config)
 
-    monkeypatch.setattr(evaluation, "sample_and_score", counting)
+    monkeypatch.setattr(evaluation, "score", counting)
     argv = ["--model_path", folder, *prompts, "--limit", "3", "--samples", "2", "--reward_functions", "diversity"]
     every = result_of(tmp_path, *argv)["problems"]
     assert every == result_of(tmp_path, *argv, "--generation_batch_size", f"{size}")["problems"] and batches == [64, size]

@@ -28,12 +28,11 @@ from engine.devices import best_device, is_main, num_processes, shutdown
 from engine.models import make_reference, save_any_policy
 from engine.shared import Shared
 from engine.sharding import full_tensor, shard
-from experience import demonstrations_as_experience
+from experience import Batch, Experience
 from grpo import weighted_loss
 from model import ValueHead, byte_tokenizer
 from runs.checkpoint import latest_checkpoint
 from runs.folder import read_jsonl
-from sample import concatenate
 
 pytestmark = pytest.mark.slow
 
@@ -121,15 +120,16 @@ def results() -> dict:
             levels = {"length": rollout.prompt_mask.sum(dim=1)}
             return Traced(**vars(rollout), hidden=2 * rollout.sampling_logp, notes=rollout.completions, levels=levels)
 
-        gathered = concatenate(policy.map_over_processes(of_slice, [0, 1, 2], [(0, n) for n in range(3)]))
+        gathered = policy.map_over_processes(of_slice, [0, 1, 2], [(0, n) for n in range(3)])
         assert torch.equal(gathered.hidden, 2 * gathered.sampling_logp) and gathered.notes == gathered.completions
         name = f"{make.__name__}, {is_sharded=}"
         found[name] = [gathered.completion_ids, gathered.sampling_logp, gathered.levels]
         for rows in torch.arange(6), torch.tensor([3]):
             assert len(policy.split(rollout, rows, policy.max_tokens, policy.ranks.size)) % 2 == 1
             logp = policy.log_probs(rollout, rows, reference=reference).computed()
-            losses = policy.forward_backward(
-                demonstrations_as_experience([], rollout).batch(rows), four_terms, reference=reference)
+            table = Batch.of_rollout(rollout, torch.ones(6, 1))
+            batch = Experience([], table, table.advantages).batch(rows)
+            losses = policy.forward_backward(batch, four_terms, reference=reference)
             norm = policy.clip_gradient(math.inf)
             gradient = full_tensor([p.grad for p in policy.trained_parameters])
             found[f"{name}, {len(rows)} rows"] = [logp, losses, norm, gradient]

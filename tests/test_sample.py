@@ -227,10 +227,10 @@ def test_rollouts_are_joined_and_groups_selected_as_if_sampled_so(with_turns):
     assert joined.completions == ["100-4", "100-1", "100-2", "100-2", "200-6", "200-3"]
     chosen = select(joined, torch.tensor([False, True, True]))
     scores = torch.arange(6.0).view(3, 2)
-    fields = [{"prompt": p} for p in range(3)], joined, scores, {"r": -scores}, scores, list("abcdef")
+    fields = [{"prompt": p} for p in range(3)], joined, scores, {"r": -scores}, scores, scores, list("abcdef")
     groups, new = (Groups(*fields, Reports(failures=[name])) for name in ("old", "new"))
-    last = new.select(torch.tensor([False, False, True]))
-    replaced = groups.replace(torch.tensor([True, False, False]), last)
+    last = new.subset(torch.tensor([False, False, True]))
+    replaced = groups.substitute(torch.tensor([True, False, False]), last)
     assert [example["prompt"] for example in replaced.examples] == [1, 2, 2] and replaced.extra == list("cdefef") and replaced.replaced == 1
     assert replaced.reports.failures == ["old", "new"] and groups.reports.failures == ["old"]
     assert groups.extra == list("abcdef")

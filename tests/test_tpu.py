@@ -123,7 +123,7 @@ def test_no_program_is_compiled_twice(tmp_path, monkeypatch):
     for _ in range(9):
         _, experience = train.grpo_training_step(run, next(run.batches))
         counts.append(compilations())
-        shapes.add(tuple(completion_lengths(experience.mask).tolist()))
+        shapes.add(tuple(completion_lengths(experience.table.mask).tolist()))
     assert len(shapes) == 9, "every step had completions of other lengths"
     assert counts[-1] == counts[4], f"programs after each step: {counts}"
     run.save_checkpoint()

@@ -13,10 +13,11 @@ from torch.nn.functional import pad
 from torch.nn.utils import parameters_to_vector
 
 import train
+from config import GRPOConfig
 from engine import make_engine
 from engine.models import with_precision
-from experience import Batch, minibatches
-from grpo import LOSSES, policy_loss, weighted_loss
+from experience import Batch, Experience, minibatches
+from grpo import LOSSES, policy_loss, token_weights, weighted_loss
 from policy import RatioError
 from sample import Rollout
 from train import sample_groups
@@ -43,14 +44,15 @@ def off_policy(run, seed=0):
     rewards[1] = 0.7
     experience = experience_of(run, rollout, rewards)
     if run.config.grpo.importance_cap:                    # then ratios are taken to the policy as it is
-        experience.old_logp = experience.old_logp + torch.where(mask, noise, 0.0)
+        experience.table.old_logp = experience.table.old_logp + torch.where(mask, noise, 0.0)
     return experience
 
 
 def forward_backward(run, experience, rows=None, loss_fn=None):
     """The losses of an update on some rows, or all of them, as in grpo_training_step."""
-    config, rows = run.config.grpo, torch.arange(len(experience.mask)) if rows is None else rows
+    config, rows = run.config.grpo, experience.table.rows if rows is None else rows
     batch = experience.batch(rows, config.aggregation, max_tokens=config.generation_max_length)
+    batch = batch.with_signal() if config.policy_loss_alone else batch
     loss_fn = loss_fn or partial(train.grpo_loss, config)
     return run.policy.forward_backward(batch, loss_fn, reference=run.reference if config.exact_kl else None)
 
@@ -91,12 +93,13 @@ def with_engine(run, name, max_tokens):
 def padded(experience, left, right):
     """The same experience with more padding before its 4 prompts and after its 16 completions, and garbage in it."""
     def wider(item):
-        tensors = {name: x for name, x in vars(item).items() if isinstance(x, Tensor) and x.ndim == 2}
+        tensors = {name: x for name, x in vars(item).items() if isinstance(x, Tensor) and x.ndim == 2 and x.shape[1] > 1}
         sides = {4: (left, 0), 16: (0, right)}
         return {name: pad(x, sides[len(x)], value=False if x.dtype == torch.bool else 7) for name, x in tensors.items()}
 
-    wide = replace(experience, **wider(experience), rollout=replace(experience.rollout, **wider(experience.rollout)))
-    return replace(wide, old_logp=wide.old_logp.masked_fill(~wide.mask, math.nan))
+    table = experience.table
+    wide = replace(table, **wider(table), rollout=replace(table.rollout, **wider(table.rollout)))
+    return replace(experience, table=replace(wide, old_logp=wide.old_logp.masked_fill(~wide.mask, math.nan)))
 
 
 # Each loss with each term once, and with all of them in float64, which Gemma's norms never are.
@@ -135,24 +138,27 @@ def test_the_gradient_of_a_step_does_not_depend_on_how_it_is_cut_padded_or_order
 def test_rows_that_are_not_forwarded_would_have_no_gradient(base, monkeypatch, flags):
     run = with_settings(base, **flags)
     experience, forward, forwarded = off_policy(run), run.policy.forward, []
-    experience.advantages = experience.advantages * (torch.arange(16) // 4 != 1)[:, None]
-    experience.mask[6] = experience.mask[9] = False       # nor are rows without tokens, one of them of the tied group
+    table = experience.table
+    table.advantages = table.advantages * (torch.arange(16) // 4 != 1)[:, None]
+    table.mask[6] = table.mask[9] = False                 # nor are rows without tokens, one of them of the tied group
     monkeypatch.setattr(run.policy, "forward", lambda rollout, rows, *rest: forwarded.extend(rows.tolist()) or forward(rollout, rows, *rest))
     some, losses = gradient(run, experience)
     alone = not any(name.endswith("_term") for name in losses)
-    assert alone == (flags.keys() <= {"importance_cap"} or "reward" in flags.values())
+    assert alone == run.config.grpo.policy_loss_alone == (flags.keys() <= {"importance_cap"} or "reward" in flags.values())
     assert sorted(forwarded) == [row for row in range(16) if row not in ((4, 5, 6, 7, 9) if alone else (6, 9))]
-    monkeypatch.setattr(Batch, "rows_with_gradient", lambda batch, of_policy_loss_alone: batch.rows)
+    weights = token_weights(table.mask, run.config.grpo.aggregation)
+    monkeypatch.setattr(Experience, "batch", lambda *_, **options: replace(table, weights=weights))
+    monkeypatch.setattr(Batch, "with_signal", lambda batch: batch)
     every, _ = gradient(run, experience)
     assert len({*forwarded}) == 16 and differ(some, every) < 2e-6
 
 
-def test_a_new_term_of_the_loss_and_a_new_metric_are_one_edit_each(base, monkeypatch):
+def test_a_new_term_of_the_loss_and_a_new_metric_are_edits_of_the_loss_and_of_policy_loss_alone(base, monkeypatch):
     """The term acts on tied rows too, which are not forwarded for the policy loss alone."""
     run, usual_loss = with_settings(base), train.grpo_loss
     experience = off_policy(run)
     without, _ = gradient(run, experience)
-    probability = run.policy.forward(experience.rollout, torch.arange(16)).logp.exp()[experience.mask]
+    probability = run.policy.forward(experience.table.rollout, torch.arange(16)).logp.exp()[experience.table.mask]
     of_term = gradient_of(run.policy, 0.1 * probability.mean())
 
     def grpo_loss(config, new, batch):
@@ -162,6 +168,7 @@ def test_a_new_term_of_the_loss_and_a_new_metric_are_one_edit_each(base, monkeyp
         return terms, metrics
 
     monkeypatch.setattr(train, "grpo_loss", grpo_loss)
+    monkeypatch.setattr(GRPOConfig, "policy_loss_alone", False)
     for budget in 10**6, 61, 1:
         with_engine(run, "shared", budget)
         both, losses = gradient(run, experience)
@@ -173,6 +180,48 @@ def test_a_new_term_of_the_loss_and_a_new_metric_are_one_edit_each(base, monkeyp
     assert metrics["probability"] == pytest.approx(10 * metrics["length_term"])
 
 
+def test_a_term_that_policy_loss_alone_leaves_out_is_an_error(base, monkeypatch):
+    run = with_settings(base, use_kl_penalty=True)
+    monkeypatch.setattr(GRPOConfig, "policy_loss_alone", True)
+    with pytest.raises(AssertionError, match=r"GRPOConfig.policy_loss_alone: \['policy_loss', 'kl_term'\]"):
+        gradient(run, off_policy(run))
+
+
+def test_all_columns_of_a_batch_keep_their_rows_and_metrics_are_means_over_tokens_or_completions_or_sums(base):
+    """Among them two of one's own, of which one is normalised over the right completions of the whole update."""
+    run = with_settings(base)
+    experience = off_policy(run)
+    table, config = experience.table, run.config.grpo
+    right, row = table.scores > 0, torch.arange(16.0)[:, None]
+    expected = gradient_of(run.policy, -run.policy.forward(table.rollout, table.rows).logp[table.mask & right].mean())
+
+    def loss_fn(new, part):
+        assert part.extra["row"][:, 0].tolist() == part.rows.tolist() and part.mask.shape == new.logp.shape
+        for name in "mask", "advantages", "old_logp", "trainer_logp", "scores", "lengths", "finished":
+            assert getattr(part, name).equal(getattr(table, name)[part.rows]), name
+        metrics = {"of_tokens": part.extra["row"].expand(part.mask.shape), "of_completions": part.extra["row"], "sum": part.scores.sum()}
+        return {"nll_term": weighted_loss(-new.logp, part.extra["right"])}, metrics
+
+    for budget in 10**6, 61, 1:
+        with_engine(run, "shared", budget)
+        run.policy.clear_gradient()
+        batch = experience.batch(torch.randperm(16), config.aggregation)
+        batch.extra = {"right": token_weights(batch.mask & (batch.scores > 0)), "row": row[batch.rows]}
+        losses = run.policy.forward_backward(batch, loss_fn)
+        assert differ(parameters_to_vector(p.grad for p in run.policy.trained_parameters).double(), expected) < 2e-6
+        assert [losses[name] for name in ("of_tokens", "of_completions", "sum")] == pytest.approx(
+            [float((row * table.mask).sum() / table.mask.sum()), 7.5, float(table.scores.sum())], rel=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(16,), (1, 16), (16, 2), (1, 1)])
+def test_a_metric_of_another_shape_is_an_error(base, shape):
+    run = with_settings(base)
+    experience = off_policy(run)
+    assert experience.table.mask.shape != shape
+    with pytest.raises(AssertionError, match=r"wrong: x.shape=torch.Size\(.* mask.shape="):
+        gradient(run, experience, loss_fn=lambda new, part: ({"loss": new.logp.sum()}, {"wrong": torch.zeros(shape)}))
+
+
 # ---- on policy, and after an update --------------------------------------------------------------------------------
 
 
@@ -180,14 +229,15 @@ def test_what_describes_the_policy_is_a_mean_over_the_tokens_that_were_looked_at
     run = with_settings(base)
     experience = off_policy(run)                          # the second group is tied, so it is left out
     _, losses = gradient(run, experience)
-    now = run.policy.log_probs(experience.rollout)
-    looked_at = experience.mask & (experience.advantages != 0)
-    assert looked_at.sum() < experience.mask.sum()
-    log_ratio = (now.logp - experience.old_logp)[looked_at]
+    table = experience.table
+    now = run.policy.log_probs(table.rollout)
+    looked_at = table.mask & (table.advantages != 0)
+    assert looked_at.sum() < table.mask.sum()
+    log_ratio = (now.logp - table.old_logp)[looked_at]
     assert losses["entropy"] == pytest.approx(float(now.entropy[looked_at].mean()), rel=1e-4)
     assert losses["ratio_deviation"] == pytest.approx(float((log_ratio.exp() - 1).abs().mean()), rel=1e-4)
     assert losses["approx_kl"] == pytest.approx(float((log_ratio.exp() - 1 - log_ratio).mean()), rel=1e-4)
-    tied = experience_of(run, experience.rollout, torch.zeros(len(experience.mask) // 4, 4))
+    tied = experience_of(run, table.rollout, torch.zeros(len(table.mask) // 4, 4))
     of_none = dict.fromkeys(losses, math.nan) | {"total_loss": 0.0, "policy_loss": 0.0}
     assert forward_backward(run, tied) == pytest.approx(of_none, nan_ok=True), "the same names"
 
@@ -249,7 +299,7 @@ def test_rows_that_are_not_trained_on_have_no_influence(base, terms, overlong):
     )
     (first, whole, losses), (second, same, again) = (
         (experience, *gradient(run, experience)) for experience in (experience_of(run, which, points) for which in (rollout, other)))
-    assert untrained.sum() >= 3 and not second.mask[untrained].any() and whole.norm() > 0
+    assert untrained.sum() >= 3 and not second.table.mask[untrained].any() and whole.norm() > 0
     torch.testing.assert_close(first.advantages[~untrained], second.advantages[~untrained], atol=1e-5, rtol=1e-5)
     assert differ(same, whole) < 1e-5 and again == pytest.approx(losses, rel=1e-4, abs=1e-6)
 
@@ -275,7 +325,7 @@ def test_a_rollout_of_which_nothing_can_be_trained_on_changes_nothing_and_stops_
 def test_the_kl_term_is_the_estimate_averaged_as_the_loss_is_times_its_coefficient(base, estimator):
     run = with_settings(base, use_kl_penalty=True, kl_penalty_coef=0.7, kl_estimator=estimator, loss_type="grpo")
     experience = off_policy(run)
-    rollout, mask = experience.rollout, experience.mask
+    rollout, mask = experience.table.rollout, experience.table.mask
     new = run.policy.log_probs(rollout, reference=run.reference)
     x = run.reference.log_probs(rollout).logp - new.logp
     k3, ratio = x.exp() - x - 1, (new.logp - rollout.sampling_logp).exp()
@@ -290,9 +340,10 @@ def test_values_are_learned_where_no_advantage_is_left_too(base):
     run = with_settings(base, use_value_head=True)
     rollout = sample_groups(run, next(run.batches)).rollout
     experience = experience_of(run, rollout, torch.randn(4, 4))
-    experience.advantages = torch.zeros_like(experience.advantages)
+    table = experience.table
+    table.advantages = torch.zeros_like(table.advantages)
     _, losses = gradient(run, experience)
-    error = (experience.old_values - experience.returns)[experience.mask]
+    error = (table.old_values - table.returns)[table.mask]
     assert losses["value_loss"] == pytest.approx(float(0.5 * error.square().mean()), rel=1e-4)
 
 

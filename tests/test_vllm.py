@@ -29,7 +29,7 @@ from engine.models import load_any_policy
 from engine.shared import Shared
 from engine.text_model import trainable_parameters
 from engine.vllm_engine import VLLM
-from experience import add_trainer_logp, demonstrations_as_experience
+from experience import Batch, add_trainer_logp
 from model import byte_tokenizer
 from policy import RatioError
 from runs.command_line import parse_config
@@ -96,9 +96,7 @@ def sample(policy, **options):
 
 
 def deviation(policy, rollout) -> float:
-    experience = demonstrations_as_experience([], rollout)
-    add_trainer_logp(experience, policy)
-    return experience.metrics["sampler_deviation"]
+    return add_trainer_logp(Batch.of_rollout(rollout, torch.ones(len(rollout.finished), 1)), policy)
 
 
 @pytest.mark.parametrize("name,adapter", [*((name, False) for name in ARCHITECTURES), ("gemma3", True), ("llama", True)])

@@ -14,6 +14,7 @@ from config import ModelConfig
 from engine import make_engine
 from engine.models import load_any_policy
 from experience import Groups
+from runs.groups import Scoring
 
 
 @pytest.mark.parametrize("n", [1, 3, 6])
@@ -89,9 +90,9 @@ def test_the_metrics_of_an_evaluation(folder, monkeypatch, settings):
     engine = make_engine("shared", *load_any_policy(ModelConfig(model_path=folder)))
     real, settings = engine.sample, replace(settings, generation_batch_size=2)
 
-    def scripted(prompts, *args, **options):
-        rollout = real(prompts, *args, **options)
-        rollout.completions = [f"<answer>{'1' if prompt == 'easy' else '0'}</answer>" for prompt in prompts]
+    def scripted(examples, *args, **options):
+        rollout = real(examples, *args, **options)
+        rollout.completions = [f"<answer>{'1' if example['prompt'] == 'easy' else '0'}</answer>" for example in examples]
         return rollout
 
     def length(completions, **columns):
@@ -99,7 +100,7 @@ def test_the_metrics_of_an_evaluation(folder, monkeypatch, settings):
 
     monkeypatch.setattr(engine, "sample", scripted)
     examples = [{"prompt": "easy", "answer": "1"}] * 3 + [{"prompt": "hard", "answer": "1"}] + [{"prompt": "unknown"}]
-    result = evaluate(engine, examples, settings, seed=0, reward_functions=[length])
+    result = evaluate(engine, examples, settings, Scoring([length], [1.0]), seed=0)
     shares = estimate_mean(np.array([1.0, 1.0, 1.0, 0.0]), is_share=True)
     lengths = estimate_mean(np.arange(5.0), is_share=False)
     assert result.pop("eval_truncated") > 0

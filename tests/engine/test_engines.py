@@ -18,7 +18,7 @@ from engine.models import with_precision
 from engine.shared import Shared
 from environments.conversations import sample_with_environment
 from environments.tools import guess_letter
-from experience import demonstrations_as_experience
+from experience import Batch
 from policy import Policy
 from runs.setup import set_up
 from sample import sample_completions_for_prompts
@@ -62,7 +62,7 @@ def test_when_memory_runs_out_passes_have_half_the_tokens_and_results_are_the_sa
     policy, passes, seen = make(model, tokenizer, max_tokens=150), [], []
     policy.set_optimizer(torch.optim.SGD(model.parameters()), None)
     rollout, forward = policy.sample(PROMPTS, settings, 0), policy.forward
-    batch = demonstrations_as_experience([], rollout).batch(torch.arange(16))
+    batch = Batch.of_rollout(rollout, torch.ones(16, 1))
     logp, losses = policy.log_probs(rollout).logp, policy.forward_backward(batch, supervised_loss)
     once = gradient(model)
 
@@ -165,10 +165,20 @@ def test_the_sampler_of_the_page_trains_and_evaluates_and_a_run_that_is_resumed_
             return super().sample(prompts, *args, **options)
 
     train(quick_config(tmp_path / "run"), engine=Counted)
-    assert sampled == [4, 4, 4, 4], "evaluation, two steps, evaluation"
+    assert sampled == [2, 4, 4, 4, 4], "start-up check, evaluation, two steps, evaluation"
     resumed = quick_config(tmp_path / "run", resume=True)
     set_up(resumed)
     assert "'engine': 'Counted'}: equal up to rounding" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_sampler_of_ones_own_is_checked_before_a_run_begins(tmp_path):
+    class Wrong(Policy):
+        def sample(self, *args, **options):
+            rollout = super().sample(*args, **options)
+            return replace(rollout, sampling_logp=rollout.sampling_logp - 0.05 * rollout.completion_mask)
+
+    with pytest.raises(ValueError, match=r"^start-up check: sampler and trainer differ by at most 5\.0e-02 nat"):
+        set_up(quick_config(tmp_path / "run"), engine=Wrong)
 
 
 def test_an_engine_that_does_not_call_reply_is_refused_with_an_environment(model, tokenizer, settings):

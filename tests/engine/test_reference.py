@@ -39,14 +39,14 @@ def test_without_rewards_the_gradient_is_that_of_the_kl_to_the_teacher(tmp_path,
     run = set_up(run_of(tmp_path, teacher, kl_estimator=estimator))
     run.begin_phase()
     groups = train.sample_groups(run, run.batches.take(4))
-    assert groups.tied.all() and (groups.rewards == 0).all()
+    assert groups.without_signal(run.config.grpo).all() and (groups.rewards == 0).all()
     policy, config = run.policy, run.config.grpo
     experience = experience_of(run, groups.rollout, groups.rewards)
     reference = run.reference if estimator == "exact" else None
     losses = policy.forward_backward(experience.batch(torch.arange(16)), partial(train.grpo_loss, config), reference=reference)
     found = {name: p.grad.clone() for name, p in policy.model.named_parameters() if p.grad is not None}
     policy.clear_gradient()
-    rollout = experience.rollout
+    rollout = experience.table.rollout
     total, count = 0.0, int(rollout.completion_mask.sum())
     for row in range(16):                                 # plain transformers, a completion at a time
         (p, chosen), (q, _) = (logits_alone(model, rollout, row) for model in (policy.model, run.teacher))

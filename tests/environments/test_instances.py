@@ -23,7 +23,7 @@ from environments.conversations import Conversations, sample_with_environment
 from environments.instances import close_all, load_environment, refuse_missing_columns, tools_of
 from environments.tools import run_call
 from reward_functions import environment
-from runs.groups import score
+from runs.groups import Scoring, score
 from scripted_turns import run_scripted_turns
 
 CALL = '<tool_call>{"name": "%s", "arguments": %s}</tool_call>'
@@ -152,11 +152,11 @@ def test_a_group_has_one_beginning_and_a_seed_gives_it_again(model, tokenizer, s
 def test_reward_functions_read_instances_before_they_are_closed(model, tokenizer, settings):
     rollout, other = (sample(model, tokenizer, settings, Parrot) for _ in range(2))
     assert not any(hasattr(each, "closed") for each in rollout.environments)
-    groups = score(rollout, ROWS, [environment, read_reward], [1.0, 1.0], settings)
+    groups = score(rollout, ROWS, Scoring([environment, read_reward], [1.0, 1.0]), settings)
     torch.testing.assert_close(groups.per_function["environment"], groups.per_function["read_reward"], atol=1e-6, rtol=0.0)
     assert len(set(groups.scores.flatten().tolist())) > 2 and groups.rollout.environments is None
     with pytest.raises(RunError):
-        score(other, ROWS, [lambda completions: 1 / 0], [1.0], settings)
+        score(other, ROWS, Scoring([lambda completions: 1 / 0], [1.0]), settings)
     assert all(each.closed for each in rollout.environments + other.environments)
 
 

@@ -116,8 +116,8 @@ def test_sampling_that_finds_no_memory_samples_fewer_at_once_and_the_same(tmp_pa
     """It fails when some tokens are drawn."""
     flags = [*flags, "--max_steps", "2", "--eval_limit", "8"]
     whole = run_folder(tmp_path / "whole", *flags)
-    module, forward, passes = train if where == "step" else analysis.evaluation, PrefixCache.forward, []
-    real = module.sample_and_score
+    module, name = (train, "sample_groups") if where == "step" else (analysis.evaluation, "sample_and_score_problems")
+    real, forward, passes = getattr(module, name), PrefixCache.forward, []
 
     def failing_forward(*args):
         passes.append(1)
@@ -130,7 +130,7 @@ def test_sampling_that_finds_no_memory_samples_fewer_at_once_and_the_same(tmp_pa
             patch.setattr(PrefixCache, "forward", failing_forward)
             return real(*args, **options)
 
-    monkeypatch.setattr(module, "sample_and_score", fails_in_its_third_pass)
+    monkeypatch.setattr(module, name, fails_in_its_third_pass)
     failed = run_folder(tmp_path / "failed", *flags)
     assert " ".join(capsys.readouterr().out.split()).count("--generation_batch_size 16 -> 8, trying again") == 1
     assert saved_setting(failed, "grpo", "generation_batch_size") == 8

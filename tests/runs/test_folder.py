@@ -155,8 +155,10 @@ def test_records_are_read_one_at_a_time_and_of_the_last_steps_alone_only_their_l
 
 def test_groups_that_are_tied_and_all_right_are_counted(base):
     scores = torch.tensor([[1.0, 1.0], [0.0, 0.0], [1.0, 0.0]])
-    groups = Groups([{"prompt": "a"}] * 3, made_up_rollout([3] * 3, [3] * 6), scores, {"correctness": scores}, scores, reports=Reports())
-    experience = compute_experience(groups, compute_group_advantages(scores), GRPOConfig(), base.policy)
+    groups = Groups(
+        [{"prompt": "a"}] * 3, made_up_rollout([3] * 3, [3] * 6), scores, {"correctness": scores}, scores,
+        compute_group_advantages(scores), reports=Reports())
+    experience = compute_experience(groups, GRPOConfig(), base.policy)
     metrics = summarize_groups(groups, experience)
     assert (metrics["tied_groups"], metrics["tied_right_groups"]) == (pytest.approx(2 / 3), pytest.approx(1 / 3))
     unknown = summarize_groups(dataclasses.replace(groups, per_function={"length": scores}), experience)

@@ -66,10 +66,11 @@ def test_prompts_alone_and_an_object_with_items_are_data_too(tmp_path):
 def test_a_callback_gets_every_logged_step_of_all_phases_and_its_error_saves_the_state_behind_the_step(tmp_path):
     seen = []
 
-    def on_step(run, metrics, batch):
-        line = read_jsonl(run.folder.path / "metrics.jsonl")[-1]
-        seen.append((line["step"], line["phase"], type(batch).__name__, len(batch.examples), metrics["grad_norm"] == line["grad_norm"]))
-        if line["step"] == 3 and seen.count(seen[-1]) == 1:
+    def on_step(run, metrics, experience):
+        step, metrics["mine"] = run.progress.step, run.progress.step / 2
+        names = {"grad_norm", "learning_rate", "step_seconds"} <= metrics.keys()
+        seen.append((step, run.phase.name, type(experience).__name__, len(experience.examples), names))
+        if step == 3 and seen.count(seen[-1]) == 1:
             raise KeyError("mine")
 
     with pytest.raises(KeyError, match="mine"):
@@ -78,6 +79,8 @@ def test_a_callback_gets_every_logged_step_of_all_phases_and_its_error_saves_the
     train.train(Config.of(output_dir=str(tmp_path / "run"), resume=True), on_step=on_step)
     phases = "cold_start", "cold_start", "grpo", "grpo"
     assert seen == [(step, phase, "Experience", 4, True) for step, phase in enumerate(phases, start=1)]
+    lines = [line for line in read_jsonl(tmp_path / "run/metrics.jsonl") if line["phase"] in phases]
+    assert [(line["step"], line["mine"]) for line in lines] == [(1, 0.5), (2, 1.0), (3, 1.5), (4, 2.0)], "what it adds is logged"
 
 
 class Rule:
