@@ -19,68 +19,70 @@ from transformers import (
 from rewards import TAGS
 
 
-def load_tokenizer(config) -> PreTrainedTokenizerFast:
-    """Load the tokenizer of config.model_path, or the built-in one. EOS replaces a missing pad token."""
-    if not config.model_path:
+def load_tokenizer(model_config) -> PreTrainedTokenizerFast:
+    """Load the tokenizer of a ModelConfig, or the built-in one. EOS replaces a missing pad token."""
+    if not model_config.model_path:
         return byte_tokenizer()
-    variables = json.loads(config.chat_template_kwargs or "null")
+    variables = json.loads(model_config.chat_template_kwargs or "null")
     options = {} if variables is None else {"chat_template_kwargs": variables}   # saved with the tokenizer
     tokenizer = AutoTokenizer.from_pretrained(
-        config.model_path, trust_remote_code=config.trust_remote_code, **options)
+        model_config.model_path, trust_remote_code=model_config.trust_remote_code, **options)
     tokenizer("1+1=?")                                    # some wrong settings raise an error only here
     if len(tokenizer) <= len(tokenizer.all_special_tokens):          # a folder without tokenizer files
-        raise ValueError(f"--model_path={config.model_path}: no tokenizer is there")
+        raise ValueError(f"--model_path={model_config.model_path}: no tokenizer is there")
     if tokenizer.eos_token_id is None:
-        raise ValueError(f"--model_path={config.model_path}: its tokenizer needs an eos_token")
+        raise ValueError(f"--model_path={model_config.model_path}: its tokenizer needs an eos_token")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token         # harmless: masks come from lengths, not from ids
-    tokenizer.today = datetime.fromisoformat(config.chat_template_date or str(date.today()))
-    if config.chat_template == "none":
+    tokenizer.today = datetime.fromisoformat(model_config.chat_template_date or str(date.today()))
+    if model_config.chat_template == "none":
         tokenizer.chat_template = None
     if variables and not tokenizer.chat_template:
-        raise ValueError(f"--chat_template_kwargs={config.chat_template_kwargs}: there is no chat template")
+        given = model_config.chat_template_kwargs
+        raise ValueError(f"--chat_template_kwargs={given}: there is no chat template")
     return tokenizer
 
 
-def load_policy(config) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-    """Load the model and the tokenizer of the folder config.model_path, or the built-in ones.
+def load_policy(model_config) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+    """Load the model and the tokenizer of the folder model_config.model_path, or the built-in ones.
 
     The model is in evaluation mode and stays so: with dropout, ratios would not be 1 before the first update.
 
-    config  a ModelConfig
+    model_config  a ModelConfig
     raises  ValueError with one line for settings that need load_any_policy of engine/models.py
     """
-    require_plain_settings(config)
-    tokenizer = load_tokenizer(config)
-    if not config.model_path:
-        return tiny_gemma(tokenizer, config), tokenizer
-    model, missing = load_weights(config, config.model_path)         # in evaluation mode already
-    require_weights(model, missing, config.model_path)
+    require_plain_settings(model_config)
+    tokenizer = load_tokenizer(model_config)
+    if not model_config.model_path:
+        return tiny_gemma(tokenizer, model_config), tokenizer
+    model, missing = load_weights(model_config, model_config.model_path)         # in evaluation mode already
+    require_weights(model, missing, model_config.model_path)
     return model, tokenizer
 
 
-def require_plain_settings(config) -> None:
+def require_plain_settings(model_config) -> None:
     """Raise ValueError for settings that need engine/models.py: all but a folder of float32 weights."""
-    path = config.model_path
+    path = model_config.model_path
     refused = {
         "model_path": path and (not Path(path).is_dir() or (Path(path) / "adapter_config.json").exists()),
-        "lora_rank": config.lora_rank, "precision": config.precision not in ("auto", "float32"),
+        "lora_rank": model_config.lora_rank, "precision": model_config.precision not in ("auto", "float32"),
     }
     if names := [name for name in refused if refused[name]]:
         raise ValueError(
-            f"--{names[0]}={getattr(config, names[0])}: only folders of float32 weights are supported "
+            f"--{names[0]}={getattr(model_config, names[0])}: only folders of float32 weights are supported "
             "here; for hubs, LoRA and 16 bits use load_any_policy of engine/models.py")
 
 
-def load_weights(config, path: str, cls=AutoModelForCausalLM) -> tuple[PreTrainedModel, set[str]]:
+def load_weights(model_config, path: str, cls=AutoModelForCausalLM) -> tuple[PreTrainedModel, set[str]]:
     """Load a model in float32 from a path. Return it, and the names of weights that are in no file.
 
     If the files have a separate head although the config ties it to the embedding, transformers loads that
     head. Then tie_word_embeddings is set to False, or the head would be lost when weights are tied again.
     """
+    chosen = model_config.attn_implementation
     model, found = cls.from_pretrained(
-        path, dtype=torch.float32, trust_remote_code=config.trust_remote_code,
-        attn_implementation=None if config.attn_implementation == "auto" else config.attn_implementation,
+        path, dtype=torch.float32, trust_remote_code=model_config.trust_remote_code,
+        attn_implementation=None if chosen == "auto" else chosen,
         output_loading_info=True)
     if model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
         for each in model.config, model.config.get_text_config():
@@ -113,8 +115,9 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return fast
 
 
-def tiny_gemma(tokenizer, config) -> Gemma3ForCausalLM:
+def tiny_gemma(tokenizer, model_config) -> Gemma3ForCausalLM:
     """Return a Gemma 3 of a million parameters with random weights; every second layer has a window of 64."""
+    chosen = model_config.attn_implementation
     return Gemma3ForCausalLM(Gemma3TextConfig(
         vocab_size=len(tokenizer), hidden_size=128, intermediate_size=512, num_hidden_layers=4,
         num_attention_heads=4, num_key_value_heads=2, head_dim=32, query_pre_attn_scalar=32,
@@ -123,7 +126,7 @@ def tiny_gemma(tokenizer, config) -> Gemma3ForCausalLM:
         initializer_range=128**-0.5,                      # with 0.02 training takes twice as many steps
         pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
         bos_token_id=tokenizer.bos_token_id,
-        attn_implementation=None if config.attn_implementation == "auto" else config.attn_implementation,
+        attn_implementation=None if chosen == "auto" else chosen,
     )).eval()
 
 

@@ -37,7 +37,7 @@ def find_problems(tenths: list[dict], right: str, flags: dict) -> list[str]:
     goal = right or "mean_reward"
     improves = end[goal] - start[goal] > 0.05 * abs(start[goal])
     lost = max(0.05, 0.5 * abs(best), 0.5 * (best - start["mean_reward"]))       # of reward
-    tied = end["tied_groups"]
+    zero_variance = end["zero_variance_groups"]
     # Functions are assumed to return 0 to 1, or -1 to 0 if mean_reward was never above 0, unless mean_reward
     # was outside of that range.
     weights = flags["reward_weights"] or [1.0] * len(flags["reward_functions"])
@@ -45,7 +45,9 @@ def find_problems(tenths: list[dict], right: str, flags: dict) -> list[str]:
     highest = max(sum(weight for weight in weights if weight > 0), *known, 0)
     if known and max(known) <= 0 and min(known) < 0:
         lowest, highest = min(lowest, lowest - highest), 0
-    mostly_right = end["tied_right_groups"] > tied / 2 if right else reward > (lowest + highest) / 2
+    mostly_right = reward > (lowest + highest) / 2
+    if right:
+        mostly_right = end["zero_variance_right_groups"] > zero_variance / 2
     fewer_right = max(0.02, 0.2 * start[right])           # fall of the share in reward hacking
     longer = end["completion_tokens"] > 1.5 * start["completion_tokens"] and not improves
     remedy = ("use easier problems, a reward function with partial credit, more --cold_start_steps or more "
@@ -76,8 +78,9 @@ def find_problems(tenths: list[dict], right: str, flags: dict) -> list[str]:
         ("entropy", end["entropy"] < 0.5 * start["entropy"] and not improves,
          f"entropy fell {course('entropy')} nat/token, but no more completions are right: "
          f"{smaller_updates} or --entropy_coef 0.01"),
-        ("ties", tied > 0.7 and not flags["use_value_head"],
-         f"{tied:.0%} of the groups have zero variance (equal rewards), so their advantages are 0: {remedy}"),
+        ("ties", zero_variance > 0.7 and not flags["use_value_head"],
+         f"{zero_variance:.0%} of the groups have zero variance (equal rewards), so their advantages are 0: "
+         f"{remedy}"),
         ("truncation", end["truncated"] > 0.3 and not longer,
          f"{end['truncated']:.0%} of the completions are truncated: raise --generation_max_length (now "
          f"{flags['generation_max_length']})"),
@@ -99,7 +102,7 @@ def diagnose(lines: list[dict], flags: dict) -> list[str]:
     start, end = tenths[0], tenths[-1]
     right = next((f"reward/{name}" for name in SUCCESS if f"reward/{name}" in rollouts[-1]), "")
     changes = [f"{name} {start[name]:.2f} -> {end[name]:.2f}" for name in ("mean_reward", right) if name]
-    changes.append(f"zero-variance groups {end['tied_groups']:.0%}")
+    changes.append(f"zero-variance groups {end['zero_variance_groups']:.0%}")
     course = f"{', '.join(changes)} in {len(rollouts)} rollouts"
     if len(rollouts) < LEAST or flags["reward_functions"] == ["none"]:           # trained on a teacher
         return [course]

@@ -34,7 +34,7 @@ PANELS = {                      # title of a panel -> names of its metrics (file
     "reward": ["mean_reward", "reward/*"],
     "held out (share), 95 % interval": ["eval_accuracy", "eval_truncated"],
     "held-out reward, 95 % interval": ["eval_reward/*"],
-    "groups and completions (share)": ["tied_groups", "truncated", "clip_fraction"],
+    "groups and completions (share)": ["zero_variance_groups", "truncated", "clip_fraction"],
     "length (tokens)": ["completion_tokens"],
     "policy (nat/token)": ["loss", "entropy"],
     "KL (nat/token)": ["kl", "approx_kl"],
@@ -125,10 +125,10 @@ def read_groups(folder: Path, config: dict) -> list[dict]:
     records, note = read_records(folder / "rollouts.jsonl", STEPS_SHOWN), ", zero variance"
     for step, of_step in groupby(records, key=lambda record: record["step"]):
         groups = [list(group) for _, group in groupby(of_step, key=lambda record: record["group"])]
-        groups.sort(key=lambda group: bool(group[0]["tied"]))
+        groups.sort(key=lambda group: bool(group[0]["zero_variance"]))
         steps.append({"step": step, "groups": [
             {
-                "title": f"step {step}, group {group[0]['group']}" + note * bool(group[0]["tied"]),
+                "title": f"step {step}, group {group[0]['group']}" + note * bool(group[0]["zero_variance"]),
                 "prompt": as_text(group[0]["prompt"]),
                 "completions": [(numbers_of(record), tokens_of(record, tokenizer)) for record in group],
             }

@@ -49,7 +49,7 @@ def completions_of(example: dict, other: dict | None = None) -> dict[str, str]:
 
 
 def lint(
-    functions: list[Callable], config, examples: list[dict], model, tokenizer
+    functions: list[Callable], grpo_config, examples: list[dict], model, tokenizer
 ) -> tuple[list[str], list[str]]:
     """Score the kinds of completions of examples as a run with this GRPOConfig scores sampled completions.
 
@@ -62,7 +62,7 @@ def lint(
             kinds.append(kind)
             rows.append(example | {"completion": text})
     rollout = demonstrations_as_rollout(model, tokenizer, rows)
-    groups = score(rollout, rows, Scoring(functions, config.weights), config)
+    groups = score(rollout, rows, Scoring(functions, grpo_config.weights), grpo_config)
     table = [f"| reward | {' | '.join(KINDS)} |", "|---" * (len(KINDS) + 1) + "|"]
     for name, values in (groups.per_function | {"total": groups.scores}).items():            # (rows, 1)
         means = {kind: float(values[[k == kind for k in kinds]].nanmean()) for kind in KINDS}

@@ -230,7 +230,7 @@ def read_lines(path: Path) -> list[dict]:
 
 def train_small(target: Path) -> None:
     """Train on the small task; write its numbers to curve.jsonl in the target folder."""
-    names = "step", "phase", "eval_accuracy", "eval_accuracy_low", "eval_accuracy_high", "mean_reward", "tied_groups", "entropy"
+    names = "step", "phase", "eval_accuracy", "eval_accuracy_low", "eval_accuracy_high", "mean_reward", "zero_variance_groups", "entropy"
     with tempfile.TemporaryDirectory() as folder:
         cold_start = "--cold_start_steps 100 --cold_start_learning_rate 1e-3"
         train.main(f"{TASK} {write_task(Path(folder))} {cold_start} --eval_steps 10 --output_dir {folder}/run".split())
@@ -251,7 +251,7 @@ def draw_curve(folder: Path = FOLDER) -> None:
     left.plot(at, middle, marker=".", color=BLUE)
     left.fill_between(at, low, high, color=BLUE, alpha=0.2)
     left.set(xlabel="optimiser step", ylabel="held-out accuracy, 95 %")
-    for name, colour in ("tied_groups", ORANGE), ("entropy", GREEN):
+    for name, colour in ("zero_variance_groups", ORANGE), ("entropy", GREEN):
         right.plot([m["step"] for m in grpo_steps], [m[name] for m in grpo_steps], label=name, color=colour)
     right.set(xlabel="optimiser step", ylim=(0, None))
     right.legend(frameon=False)

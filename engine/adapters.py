@@ -14,19 +14,20 @@ from engine.fingerprints import fingerprint_of_model
 from engine.text_model import linear_layers, trainable_parameters
 
 
-def add_adapter(model: PreTrainedModel, config, saved: bool) -> None:
+def add_adapter(model: PreTrainedModel, model_config, saved: bool) -> None:
     """Add a trainable adapter to the linear layers of the text model, except experts and routers.
 
-    config  a ModelConfig;  saved  True: load the adapter from the folder model_path; False: create a new one
+    model_config  a ModelConfig
+    saved         True: load the adapter from the folder model_path; False: create a new one
     """
     from peft import LoraConfig, inject_adapter_in_model, load_peft_weights, set_peft_model_state_dict
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
     if saved:
-        lora = LoraConfig.from_pretrained(config.model_path)
+        lora = LoraConfig.from_pretrained(model_config.model_path)
         lora.inference_mode = False
     else:
-        lora = LoraConfig(r=config.lora_rank, lora_alpha=config.lora_alpha, task_type="CAUSAL_LM",
+        lora = LoraConfig(r=model_config.lora_rank, lora_alpha=model_config.lora_alpha, task_type="CAUSAL_LM",
                           target_modules=linear_layers(model))
         # For some models peft takes names such as gate_proj for those of all experts. Adapted experts need a
         # copy of their weights in every pass and during merging, so they are excluded.
@@ -41,11 +42,11 @@ def add_adapter(model: PreTrainedModel, config, saved: bool) -> None:
     more += [name for name, module in ends.items() if hasattr(module, "lora_A")]
     if more:
         raise ValueError(
-            f"--model_path={config.model_path}: the adapter changes {more[0]}, not only layers; merge it "
-            "into its base model with peft's merge_and_unload, and load the result")
+            f"--model_path={model_config.model_path}: the adapter changes {more[0]}, not only layers; merge "
+            "it into its base model with peft's merge_and_unload, and load the result")
     model.eval()                                          # without the adapter's dropout
     if saved:
-        set_peft_model_state_dict(model, load_peft_weights(config.model_path, device="cpu"))
+        set_peft_model_state_dict(model, load_peft_weights(model_config.model_path, device="cpu"))
 
 
 def save_adapter(model: PreTrainedModel, tokenizer, folder, weights: dict[str, torch.Tensor]) -> None:

@@ -32,45 +32,46 @@ from engine.text_model import freeze_towers, has_adapter, layers_of, text_model
 logging.disable_progress_bar()                            # a run prints its own progress
 
 
-def load_any_tokenizer(config):
-    """Load the tokenizer of config.model_path, or the built-in one. Raises ValueError with one line."""
-    with loading_errors(config.model_path):
-        return core.load_tokenizer(config)
+def load_any_tokenizer(model_config):
+    """Load the tokenizer of model_config.model_path, or the built-in one. Raises ValueError with one line."""
+    with loading_errors(model_config.model_path):
+        return core.load_tokenizer(model_config)
 
 
-def load_any_policy(config, *, trainable: bool = True):
-    """Load the model and the tokenizer of config.model_path, a folder or hub id, or the built-in ones.
+def load_any_policy(model_config, *, trainable: bool = True):
+    """Load the model and the tokenizer of model_config.model_path, a folder or hub id, or the built-in ones.
 
     Trained weights are float32 at any precision of the layers: in bfloat16 a step of 1e-6 would be rounded to
     nothing.
 
-    config     a ModelConfig: model_path is a folder, a hub id or empty. With lora_rank, or if the folder
+    model_config  a ModelConfig: model_path is a folder, a hub id or empty. With lora_rank, or if the folder
                holds an adapter, the weights are frozen and the adapter is trained
     trainable  False freezes everything, for inference
     raises     ValueError with one line if there is no such model
     """
-    with loading_errors(config.model_path):
-        adapter = adapter_settings(config.model_path)
-        if adapter and config.lora_rank not in (0, adapter["r"]):
-            found = f"the adapter in {config.model_path} has {adapter['r']}"
-            raise ValueError(f"--lora_rank={config.lora_rank}: {found}; omit it")
-        tokenizer = core.load_tokenizer(config)
-        if config.model_path:
-            path = adapter.get("base_model_name_or_path", config.model_path)
-            cls = auto_class(AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code))
+    with loading_errors(model_config.model_path):
+        adapter = adapter_settings(model_config.model_path)
+        if adapter and model_config.lora_rank not in (0, adapter["r"]):
+            found = f"the adapter in {model_config.model_path} has {adapter['r']}"
+            raise ValueError(f"--lora_rank={model_config.lora_rank}: {found}; omit it")
+        tokenizer = core.load_tokenizer(model_config)
+        if model_config.model_path:
+            path = adapter.get("base_model_name_or_path", model_config.model_path)
+            trusted = model_config.trust_remote_code
+            cls = auto_class(AutoConfig.from_pretrained(path, trust_remote_code=trusted))
             with loading_shards():
-                model, missing = core.load_weights(config, path, cls)
+                model, missing = core.load_weights(model_config, path, cls)
             freeze_towers(model)
-            core.require_weights(model, missing, config.model_path)
+            core.require_weights(model, missing, model_config.model_path)
         else:
-            model = core.tiny_gemma(tokenizer, config)
-        if adapter or config.lora_rank:
+            model = core.tiny_gemma(tokenizer, model_config)
+        if adapter or model_config.lora_rank:
             from engine.adapters import add_adapter       # here and below: only with an adapter
 
-            add_adapter(model, config, bool(adapter))
+            add_adapter(model, model_config, bool(adapter))
         if not trainable:
             model.requires_grad_(False)
-        return with_precision(model, config.precision), tokenizer
+        return with_precision(model, model_config.precision), tokenizer
 
 
 @contextmanager
@@ -85,9 +86,9 @@ def loading_errors(path: str):
         raise ValueError(line) from error
 
 
-def auto_class(config):
+def auto_class(architecture):
     """Return the class of transformers that loads a configuration's model. Mistral 3 has no text class."""
-    kind = type(config)
+    kind = type(architecture)
     with_images = kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and kind not in MODEL_FOR_CAUSAL_LM_MAPPING
     return AutoModelForImageTextToText if with_images else AutoModelForCausalLM
 

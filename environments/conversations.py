@@ -36,21 +36,22 @@ MAX_MESSAGE_CHARACTERS = 4000   # limit of an environment's message; a note repl
 
 
 def sample_with_environment(
-    policy, environment: Callable, examples: list[dict], config, seeds: Sequence[tuple], *,
+    policy, environment: Callable, examples: list[dict], grpo_config, seeds: Sequence[tuple], *,
     num_completions: int | None = None,
 ) -> Rollout:
     """Sample a group of conversations for each example's prompt: a completion is a list of messages.
 
-    policy   a Policy;  config  a GRPOConfig;  seeds  a tuple for each prompt
+    policy   a Policy;  grpo_config  a GRPOConfig;  seeds  a tuple for each prompt
     returns  a rollout; if environment is a class, its instances, rollout.environments, are still open
     """
-    group_size = num_completions or config.num_completions_per_prompt
+    group_size = num_completions or grpo_config.num_completions_per_prompt
     stops = stop_token_ids(policy.model, policy.tokenizer)
-    conversations = Conversations(policy.tokenizer, environment, examples, config, stops, seeds, group_size)
+    conversations = Conversations(
+        policy.tokenizer, environment, examples, grpo_config, stops, seeds, group_size)
     try:
         conversations.restart()
         rollout = policy.sample(
-            conversations.prompts, config, seeds, num_completions=group_size, reply=conversations)
+            conversations.prompts, grpo_config, seeds, num_completions=group_size, reply=conversations)
         return conversations.finish(rollout)
     except BaseException:                                 # Ctrl-C too
         conversations.close()
@@ -61,7 +62,7 @@ class Conversations:
     """The conversations of a rollout, each with its environment. Policy.sample calls this object as reply."""
 
     def __init__(
-        self, tokenizer, environment: Callable, examples: list[dict], config, stops: list[int],
+        self, tokenizer, environment: Callable, examples: list[dict], grpo_config, stops: list[int],
         seeds: Sequence[tuple], group_size: int = 1,
     ):
         """Prepare group_size conversations for each example; restart begins them.
@@ -69,7 +70,7 @@ class Conversations:
         stops  stop token ids;  seeds  seeds of `random` in reset, one for each example
         """
         self.tokenizer, self.environment, self.examples = tokenizer, environment, examples
-        self.config, self.stops, self.seeds, self.group_size = config, stops, seeds, group_size
+        self.config, self.stops, self.seeds, self.group_size = grpo_config, stops, seeds, group_size
         self.prompts: list = []                           # one for each example, for Policy.sample
         self.instances: list = []                         # of the class, one for each conversation
         self.each: list[Conversation] = []
@@ -122,10 +123,10 @@ class Conversations:
 class Conversation:
     """The state of one conversation while it is sampled."""
 
-    def __init__(self, tokenizer, prompt, respond: Callable, config, stops: list[int]):
-        """respond: a function of messages, or an Instance; config: max_turns, reward_errors and so on."""
+    def __init__(self, tokenizer, prompt, respond: Callable, grpo_config, stops: list[int]):
+        """respond: a function of messages, or an Instance; grpo_config: a GRPOConfig."""
         self.tokenizer, self.prompt, self.respond = tokenizer, prompt, respond
-        self.config, self.stops = config, stops
+        self.config, self.stops = grpo_config, stops
         self.environment = getattr(respond, "environment", None)     # the instance of a class
         self.decode = partial(decode_completion, tokenizer)
         self.messages = as_messages(prompt)

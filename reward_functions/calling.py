@@ -68,15 +68,15 @@ class Reports:
 
 
 def wrap_reward_functions(
-    functions: list[Callable], rollout, config, trainer_state=None
+    functions: list[Callable], rollout, grpo_config, trainer_state=None
 ) -> tuple[list[Callable], Reports]:
     """Return functions for compute_rewards_for_completions that call the given ones, and their reports.
 
     rollout   if it has turn_points (B, T), functions get the rewards of a conversation's turns, and one with
               NaN among them is unscored: its environment raised. environments are passed on
-    config    a GRPOConfig. reward_errors "raise": stop, naming the function and its error; "none": leave all
-              B completions unscored. reward_timeout: seconds for one call, after which it counts as an error;
-              0: no limit
+    grpo_config  a GRPOConfig. reward_errors "raise": stop, naming the function and its error; "none": leave
+              all B completions unscored. reward_timeout: seconds for one call, after which it counts as an
+              error; 0: no limit
     trainer_state  global_step, max_steps and epoch, as in TRL; None: step 0 of 1
     returns   functions with the same names; reports, which are filled during the calls
     """
@@ -98,7 +98,7 @@ def wrap_reward_functions(
 
     def wrap(function: Callable) -> Callable:
         def start(**arguments) -> Callable:
-            result = start_scoring(function, arguments | provided, reports, config)
+            result = start_scoring(function, arguments | provided, reports, grpo_config)
             return lambda: [math.nan if failed else r for r, failed in zip(result(), unscored, strict=True)]
 
         start.__name__ = name_of(function)
@@ -107,7 +107,7 @@ def wrap_reward_functions(
     return list(map(wrap, functions)), reports
 
 
-def start_scoring(function: Callable, arguments: dict, reports: Reports, config) -> Callable:
+def start_scoring(function: Callable, arguments: dict, reports: Reports, grpo_config) -> Callable:
     """Return a function that waits for the rewards of a call: None: could not score; NaN: failed.
 
     An async function starts here and runs beside others. Each call gets its own lists, with the same cells.
@@ -127,9 +127,10 @@ def start_scoring(function: Callable, arguments: dict, reports: Reports, config)
 
     def result() -> list[float | None]:
         try:
-            return parse_rewards(call_with_timeout(config.reward_timeout, call), name_of(function), reports)
+            result = call_with_timeout(grpo_config.reward_timeout, call)
+            return parse_rewards(result, name_of(function), reports)
         except Exception as error:
-            if config.reward_errors == "raise":
+            if grpo_config.reward_errors == "raise":
                 raise RunError(error_message(function, error, completions)) from error
             words = str(error) if isinstance(error, NoResult) else in_one_line(error)
             reports.failures.append({"function": name_of(function), "error": words})

@@ -22,7 +22,7 @@ UNITS = {                       # the console line: metric -> label, in order of
     "reward/correctness": "correct {:.0%}",
     "skipped": "skipped {} not finite",
     "unscored": "unscored {:.0%}",
-    "tied_groups": "tied {:.0%}",
+    "zero_variance_groups": "zero-var {:.0%}",
     "kl": "kl {:.4f}",
     "entropy": "entropy {:.2f}",
     "truncated": "cut {:.0%}",

@@ -171,9 +171,9 @@ def open_tracker(
 def completion_records(experience) -> list[dict]:
     """Return the lines of rollouts.jsonl for an Experience, one for each completion."""
     examples, rollout = experience.examples, experience.table.rollout
-    groups, advantages = experience.groups, experience.advantages
-    tied = [] if groups is None else groups.tied.tolist()
-    group_size, by_token = len(rollout.completions) // len(examples), experience.by_token
+    groups, advantages = experience.groups, experience.table.advantages
+    zero_variance = [] if groups is None else groups.zero_variance.tolist()
+    group_size, by_token = len(rollout.completions) // len(examples), experience.table.by_token
     records = []
     for row, text in enumerate(rollout.completions):
         p, g, mask = row // group_size, row % group_size, rollout.completion_mask[row]
@@ -187,7 +187,7 @@ def completion_records(experience) -> list[dict]:
         if groups is not None:
             record |= {
                 "rewards": {name: or_none(values[p, g]) for name, values in groups.per_function.items()},
-                "reward": or_none(groups.scores[p, g]), "tied": tied[p],
+                "reward": or_none(groups.scores[p, g]), "zero_variance": zero_variance[p],
                 "advantage": or_none((advantages[row][mask] if by_token else advantages[row]).mean()),
             }
             if any(extra := groups.extra[row : row + 1]):

@@ -76,12 +76,12 @@ def train_in_phase(policy: Policy, phase: Phase, config: Config, make_optimizer:
     policy.set_optimizer(optimizer, LambdaLR(optimizer, factor), value_head)
 
 
-def first_reference(policy: Policy, config, teacher: torch.nn.Module | None) -> Policy:
+def first_reference(policy: Policy, grpo_config, teacher: torch.nn.Module | None) -> Policy:
     """Return the reference at the start of GRPO: the teacher, else a copy of the policy."""
-    device = torch.device("cpu") if config.reference_offload else next(policy.model.parameters()).device
+    device = torch.device("cpu") if grpo_config.reference_offload else next(policy.model.parameters()).device
     model = teacher
     if teacher is None:
-        model = make_reference(policy.model, exact=config.reference_mode == "ema")
+        model = make_reference(policy.model, exact=grpo_config.reference_mode == "ema")
     return policy.like(move(model, device))
 
 

@@ -30,24 +30,25 @@ def short_completions(most_tokens: int) -> GRPOConfig:
 
 
 def choose_engine(
-    plain: DevicePolicy, prompts: list, config, longest_prompt: int | None = None
+    plain: DevicePolicy, prompts: list, grpo_config, longest_prompt: int | None = None
 ) -> tuple[DevicePolicy, str]:
     """Choose the shared engine if it is faster and, on all ranks, computes the same as the plain engine.
 
-    prompts         as for Policy.sample;  config  a GRPOConfig
+    prompts         as for Policy.sample;  grpo_config  a GRPOConfig
     longest_prompt  the run's longest prompt, in tokens; None: share prompts of any length
     returns         the engine; and "", or a note if prompts should be shared but cannot be
-    raises          ValueError if they cannot be shared although config.engine is "shared"
+    raises          ValueError if they cannot be shared although grpo_config.engine is "shared"
     """
-    may_be_plain = longest_prompt and config.engine == "auto" and plain.device.type not in ("xla", "cuda")
-    if config.engine == "plain" or (may_be_plain and not saves_tokens(longest_prompt, config)):
+    engine = grpo_config.engine
+    may_be_plain = longest_prompt and engine == "auto" and plain.device.type not in ("xla", "cuda")
+    if engine == "plain" or (may_be_plain and not saves_tokens(longest_prompt, grpo_config)):
         return plain, ""
     shared = make_engine("shared", plain.model, plain.tokenizer, max_tokens=plain.max_tokens)
-    fault = fault_of_sharing(shared, plain, prompts, config.generation_max_length)
+    fault = fault_of_sharing(shared, plain, prompts, grpo_config.generation_max_length)
     if plain.ranks.sum(int(not fault)) == plain.ranks.size:
         return shared, ""
     note = f"prompts are not shared: {fault or 'another rank cannot'}"
-    if config.engine == "shared":
+    if engine == "shared":
         raise ValueError(f"--engine=shared: {note}; use --engine plain")
     return plain, note
 
@@ -83,8 +84,11 @@ def refuse_wrong_sampler(policy: Policy, prompts=("1+1=?",), most_tokens: int = 
         rollout = policy.sample([prompts[0], half], settings, seeds, num_completions=2)
     plain = DevicePolicy(model, tokenizer)
     refuse_wrong_head(plain, rollout)
-    trained, exact = plain.log_probs(rollout).logp, is_exact(model) and policy.same_arithmetic
-    if fault := difference(model, "sampler and trainer", rollout.sampling_logp, trained, exact):
+    trained, sampled = plain.log_probs(rollout).logp, rollout.sampling_logp
+    if not policy.same_arithmetic:                        # held to the limit of every step
+        ratios = (trained - sampled)[rollout.completion_mask].exp()
+        policy.require_ratios_of_1(float((ratios - 1).abs().mean()))
+    elif fault := difference(model, "sampler and trainer", sampled, trained):
         raise ValueError(f"start-up check: {fault}; try --attn_implementation eager")
     return rollout
 
@@ -125,16 +129,13 @@ def refuse_wrong_head(plain: DevicePolicy, rollout: Rollout, name: str = "policy
             "logprobs.py lacks: add it there")
 
 
-def difference(
-    model, what: str, left: torch.Tensor, right: torch.Tensor, exact: bool | None = None
-) -> str:
+def difference(model, what: str, left: torch.Tensor, right: torch.Tensor) -> str:
     """Return how much two tensors of log-probabilities differ, "" if only by rounding.
 
     With experts in 16 bits the mean is compared: rounding changes a few tokens' experts, and so some nats.
-    exact: whether both were computed in float32; None: as the model computes
     """
     differences = (left.cpu() - right.cpu()).abs().nan_to_num(torch.inf)
-    tolerance = TOLERANCE if (is_exact(model) if exact is None else exact) else TOLERANCE_HALF
+    tolerance = TOLERANCE if is_exact(model) else TOLERANCE_HALF
     on_average = tolerance == TOLERANCE_HALF and has_experts(model)
     found = float(differences.mean() if on_average else differences.max())
     bound = "on average" if on_average else "at most"

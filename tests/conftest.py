@@ -315,9 +315,9 @@ def start_run(folder, *flags):
 def experience_of(run, rollout, rewards):
     """The Experience of a rollout with made-up rewards (P, G), computed as grpo_training_step does."""
     run.progress.add_rewards(rewards)
-    config, groups = run.config.grpo, Groups([{"prompt": ""}] * len(rewards), rollout, rewards, {}, rewards)
-    groups.advantages = train.group_advantages(config, groups, run.progress)
-    return compute_experience(groups, config, run.policy, run.reference)
+    groups = Groups([{"prompt": ""}] * len(rewards), rollout, rewards, {}, rewards)
+    groups.advantages = train.group_advantages(run, groups)
+    return compute_experience(groups, run.config.grpo, run.policy, run.reference)
 
 
 def shared_log_probs(model, rollout, *, reference=None):

@@ -22,7 +22,7 @@ def fake_run(folder, *, steps=12, prompts=4, siblings=3, completion=None, prompt
     metrics += [{"step": 1, "phase": "cold_start", "loss": 2.0, "entropy": 1.0, "completion_tokens": 5.0, "step_seconds": 0.5}]
     for step in range(2, steps + 1):
         metrics.append({
-            "step": step, "phase": "grpo", "mean_reward": step / steps, "reward/correctness": 0.5, "tied_groups": 0.25,
+            "step": step, "phase": "grpo", "mean_reward": step / steps, "reward/correctness": 0.5, "zero_variance_groups": 0.25,
             "entropy": 1 / step, "completion_tokens": 10.0, "step_seconds": 2.0, "kl": None if step == 3 else 0.01,
             "own_metric": 3,
         })
@@ -39,7 +39,7 @@ def fake_run(folder, *, steps=12, prompts=4, siblings=3, completion=None, prompt
                         "step": step, "phase": "grpo", "prompt": prompt or f"prompt {p}", "completion": text,
                         "rewards": {"correctness": right, "length": None if g == 1 else 0.5},
                         "reward": right + 0.5 * (p > 0 and g == 0), "advantage": 0.0 if p == 0 else 1.0 if g == 0 else -0.5,
-                        "tied": p == 0,
+                        "zero_variance": p == 0,
                         "finished": g != 1, "tokens": len(ids), "group": p, "prompt_ids": [2, 5], "completion_ids": ids,
                         "sampling_logp": [-0.1 * t for t in range(len(ids))],
                     }) + "\n")

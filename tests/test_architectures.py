@@ -60,7 +60,7 @@ def test_two_steps_with_default_flags(name, lora_rank, precision, save, tmp_path
     assert run.policy.shares_prompts == (name not in WITH_STATE)
     train.training_loop(run)
     steps = [line for line in read_jsonl(tmp_path / "run/metrics.jsonl") if line["phase"] == "grpo"]
-    assert len(steps) == 2 and all(line["grad_norm"] > 0 and line["tied_groups"] < 1 for line in steps)
+    assert len(steps) == 2 and all(line["grad_norm"] > 0 and line["zero_variance_groups"] < 1 for line in steps)
     torch.manual_seed(0)
     before, after = load(base, lora_rank=lora_rank).state_dict(), load(tmp_path / "run/final").state_dict()
     changed = [key for key in before if not torch.equal(before[key], after[key])]

@@ -14,7 +14,7 @@ from data import Batches
 from experience import Batch, Experience, Groups, compute_experience, minibatches, sampled_kl, shape_rewards, token_advantages
 from logprobs import LogProbs
 from sample import Rollout
-from train import sample_groups
+from train import sample_groups, without_signal
 
 
 def shaped_rewards(config, scores, per_function=None, rollout=None):
@@ -36,7 +36,7 @@ def test_overlong_completions_are_kept_left_out_or_penalised(base):
     assert torch.equal(kept.table.mask, rollout.completion_mask)
     rollout, masked = look(overlong="mask")
     assert torch.equal(masked.table.mask, rollout.completion_mask & rollout.finished[:, None])
-    assert torch.equal(masked.advantages, kept.advantages), "their points still count for their siblings"
+    assert torch.equal(masked.table.advantages, kept.table.advantages), "their points still count for their siblings"
     rollout, penalised = look(overlong="penalise")
     lengths = rollout.completion_mask.sum(dim=1)
     shaped = rewards + torch.tensor([min(0.0, (20 - 4 - int(n)) / 4) for n in lengths]).view(4, 4)
@@ -52,7 +52,7 @@ def test_overlong_completions_are_kept_left_out_or_penalised(base):
 
 def assert_advantages(experience, expected):
     """All tokens of a completion have its advantage: expected (P, G)."""
-    torch.testing.assert_close(experience.advantages, expected.reshape(-1, 1).expand(experience.table.mask.shape))
+    torch.testing.assert_close(experience.table.advantages, expected.reshape(-1, 1).expand(experience.table.mask.shape))
 
 
 def with_points(base, *rounds, **settings):
@@ -75,7 +75,7 @@ def test_dynamic_sampling_replaces_tied_groups_by_new_prompts_in_bounded_rounds(
     order = Batches(run.train_set, 9, 0)
     assert [*asked[0], *asked[1], *asked[2]] == [example["prompt"] for example in next(order)], "the next prompts, none twice"
     assert run.batches.position == 9 and groups.replaced == 3 + 2
-    assert groups.without_signal(run.config.grpo).tolist() == [False, False, True, True], "the last round's stay"
+    assert without_signal(run, groups).tolist() == [False, False, True, True], "the last round's stay"
     prompts = [asked[0][1], asked[1][0], *asked[2]]
     texts = [run.policy.tokenizer.decode(ids[mask]) for ids, mask in zip(groups.rollout.prompt_ids, groups.rollout.prompt_mask)]
     assert [text.removeprefix("<bos>") for text in texts] == [example["prompt"] for example in groups.examples] == prompts
@@ -93,9 +93,9 @@ def test_groups_that_differ_in_length_alone_are_replaced(base, monkeypatch):
     monkeypatch.setattr(train, "shape_rewards", lambda config, groups: groups.scores.clamp(-2, 2) - of_length)
     groups = sample_groups(run, next(run.batches))
     assert groups.replaced == 3 and groups.scores[0].tolist() == [1.0, 0.0, 0.0, 0.0]
-    lacking = groups.without_signal(run.config.grpo)
-    groups.advantages = train.group_advantages(run.config.grpo, groups, run.progress)
-    assert lacking.tolist() == [False, True, True, True] and not groups.tied.any(), "their advantages are not 0"
+    lacking = without_signal(run, groups)
+    groups.advantages = train.group_advantages(run, groups)
+    assert lacking.tolist() == [False, True, True, True] and not groups.zero_variance.any(), "their advantages are not 0"
 
 
 def test_a_prompt_that_comes_up_again_in_a_round_is_answered_anew(base):
@@ -107,11 +107,11 @@ def test_a_prompt_that_comes_up_again_in_a_round_is_answered_anew(base):
 
 
 def test_with_gdpo_a_group_of_equal_scores_may_have_a_signal(base):
-    config = with_settings(base, reward_combination="gdpo", reward_functions=["a", "b"], reward_weights=[1.0, 0.5]).config.grpo
+    run = with_settings(base, reward_combination="gdpo", reward_functions=["a", "b"], reward_weights=[1.0, 0.5])
     per_function = {"a": torch.tensor([[1.0, 0.0, 1.0, 0.0]]).double(), "b": torch.tensor([[0.0, 2.0, 0.0, 2.0]]).double()}
     scores = torch.ones(1, 4).double()
-    groups = Groups([], None, scores, per_function, shaped_rewards(config, scores, per_function))
-    assert not groups.without_signal(config).any() and groups.without_signal(replace(config, reward_combination="sum")).all()
+    groups = Groups([{}], None, scores, per_function, shaped_rewards(run.config.grpo, scores, per_function))
+    assert not without_signal(run, groups).any() and without_signal(with_settings(run, reward_combination="sum"), groups).all()
 
 
 def test_a_group_has_no_signal_where_the_advantages_that_are_used_are_0(base):
@@ -120,9 +120,9 @@ def test_a_group_has_no_signal_where_the_advantages_that_are_used_are_0(base):
     for scale, expected in ("mean", [True, False]), ("group", [False, False]):
         run = with_settings(base, advantage_scale=scale)
         groups = Groups([{}, {}], None, rewards, {}, rewards)
-        assert groups.without_signal(run.config.grpo).tolist() == expected
-        groups.advantages = train.group_advantages(run.config.grpo, groups, run.progress)
-        assert groups.tied.tolist() == expected
+        assert without_signal(run, groups).tolist() == expected
+        groups.advantages = train.group_advantages(run, groups)
+        assert groups.zero_variance.tolist() == expected
 
 
 def test_the_global_mean_runs_over_the_run_of_clipped_rewards(base):
@@ -227,14 +227,16 @@ def test_what_is_measured_between_sampler_and_trainer(same_arithmetic):
     rewards = numbers([1.0, math.nan])
     groups = Groups([{}], rollout_of(mask, sampler), rewards, {}, rewards, numbers([2.0, 0.0]))
     for cap in 1.5, 0.0:
-        config = GRPOConfig(importance_cap=cap, num_completions_per_prompt=2)
+        config = GRPOConfig(importance_cap=cap, num_completions_per_prompt=2, use_kl_penalty=False)
         made = compute_experience(groups, config, policy_of(trainer, same_arithmetic=same_arithmetic))
         ratios = [math.exp(x) for x in (-0.5, 0.0, 1.0, -0.2)]
         expected = {"mean_advantage": 1.0, "std_advantage": 2**0.5, "importance_weight": (ratios[0] + ratios[1] + 1.5) / 3 if cap else None}
         expected["sampler_deviation"] = sum(abs(x - 1) for x in ratios) / 4 if cap or not same_arithmetic else None
         assert dict.fromkeys(expected) | made.metrics == pytest.approx(expected) and made.table.old_logp.equal(trainer if cap else sampler)
-        weighted = made.batch(torch.arange(2)).advantages[0]
-        torch.testing.assert_close(weighted, 2 * numbers(ratios[0], ratios[1], 1.5) if cap else numbers(2.0, 2.0, 2.0))
+        batch = made.batch(torch.arange(2))
+        terms, _ = train.grpo_loss(replace(config, loss_type="reinforce"), LogProbs(trainer[:1], trainer[:1]), batch)
+        factors = numbers(ratios[0], ratios[1], 1.5) if cap else numbers(1.0, 1.0, 1.0)
+        assert float(terms["policy_loss"]) == pytest.approx(float(-(2 * factors * trainer[0]).sum() / 3))
 
 
 def test_weights_of_a_batch_count_its_rows_and_all_tokens_of_their_groups():
@@ -242,7 +244,7 @@ def test_weights_of_a_batch_count_its_rows_and_all_tokens_of_their_groups():
     mask = mask[:, :3]                                    # as make_rollout cuts it: not contiguous
     table = Batch.of_rollout(rollout_of(mask, num_prompts=3), torch.zeros(6, 1))
     torch.testing.assert_close(table.weights, mask / 6)
-    made = Experience([], table, table.advantages)
+    made = Experience([], table)
     for aggregation, rows, expected in [
         ("token_mean", [0, 2, 3], [1 / 5, 0, 0, 1 / 5, 0, 0]), ("sequence_mean", [1, 3, 4], [0, 1 / 2, 0, 1 / 4, 0, 0]),
         ("constant", [0, 2], [1 / 7, 0, 0, 0, 0, 0]), ("prompt_mean", range(6), [1 / 8, 1 / 8, 0, 1 / 4, 0, 0]),
@@ -292,6 +294,6 @@ def test_with_a_value_head_tokens_have_advantages_of_their_own_and_the_penalty_o
     penalty = 0.7 * (now.logp - run.reference.log_probs(rollout).logp)
     mask = rollout.completion_mask & ~rewards.view(-1, 1).isnan()
     expected = token_advantages(run.config.grpo, rewards.view(-1, 1), torch.where(mask, penalty, 0.0), now.values, mask)
-    for found, wanted in zip((made.advantages, made.table.returns, made.table.old_values), (*expected, now.values)):
+    for found, wanted in zip((made.table.advantages, made.table.returns, made.table.old_values), (*expected, now.values)):
         torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
     assert now.values.abs().max() > 0.1 and torch.equal(made.table.mask, mask)

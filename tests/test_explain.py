@@ -171,7 +171,7 @@ def test_a_value_head_gives_each_token_its_own_advantage_and_the_loss_a_term(tmp
     names, values = zip(*tables["4"][1])
     assert names == ("policy_loss", "value_term", "total_loss") and float(values[2]) == pytest.approx(float(values[0]) + float(values[1]), abs=2e-6)
     mask = torch.tensor([[True, True, False], [False] * 3])
-    some = SimpleNamespace(table=SimpleNamespace(mask=mask), advantages=torch.tensor([[2.0, 4.0, 9.0], [1.0, 1.0, 1.0]]))
+    some = SimpleNamespace(table=SimpleNamespace(mask=mask, advantages=torch.tensor([[2.0, 4.0, 9.0], [1.0, 1.0, 1.0]])))
     assert explain.mean_advantages(some).tolist() == [3.0, 0.0], "of tokens, without padding"
 
 

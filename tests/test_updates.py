@@ -19,6 +19,7 @@ from engine.models import with_precision
 from experience import Batch, Experience, minibatches
 from grpo import LOSSES, policy_loss, token_weights, weighted_loss
 from policy import RatioError
+from runs.run import Variant
 from sample import Rollout
 from train import sample_groups
 
@@ -51,9 +52,8 @@ def off_policy(run, seed=0):
 def forward_backward(run, experience, rows=None, loss_fn=None):
     """The losses of an update on some rows, or all of them, as in grpo_training_step."""
     config, rows = run.config.grpo, experience.table.rows if rows is None else rows
-    batch = experience.batch(rows, config.aggregation, max_tokens=config.generation_max_length)
-    batch = batch.with_signal() if config.policy_loss_alone else batch
-    loss_fn = loss_fn or partial(train.grpo_loss, config)
+    loss_fn = loss_fn or partial(run.variant.loss or train.grpo_loss, config)
+    batch = train.batch_of_update(run, experience, rows, loss_fn)
     return run.policy.forward_backward(batch, loss_fn, reference=run.reference if config.exact_kl else None)
 
 
@@ -153,22 +153,21 @@ def test_rows_that_are_not_forwarded_would_have_no_gradient(base, monkeypatch, f
     assert len({*forwarded}) == 16 and differ(some, every) < 2e-6
 
 
-def test_a_new_term_of_the_loss_and_a_new_metric_are_edits_of_the_loss_and_of_policy_loss_alone(base, monkeypatch):
-    """The term acts on tied rows too, which are not forwarded for the policy loss alone."""
-    run, usual_loss = with_settings(base), train.grpo_loss
+def test_a_new_term_of_the_loss_and_a_new_metric_need_no_edit_but_of_the_loss(base):
+    """The term acts on the rows of zero-variance groups too, which are not forwarded for the policy loss alone."""
+    run = with_settings(base)
     experience = off_policy(run)
     without, _ = gradient(run, experience)
     probability = run.policy.forward(experience.table.rollout, torch.arange(16)).logp.exp()[experience.table.mask]
     of_term = gradient_of(run.policy, 0.1 * probability.mean())
 
-    def grpo_loss(config, new, batch):
-        terms, metrics = usual_loss(config, new, batch)
+    def loss(config, new, batch):
+        terms, metrics = train.grpo_loss(config, new, batch)
         terms["length_term"] = 0.1 * weighted_loss(new.logp.exp(), batch.weights)
         metrics["probability"] = new.logp.exp()
         return terms, metrics
 
-    monkeypatch.setattr(train, "grpo_loss", grpo_loss)
-    monkeypatch.setattr(GRPOConfig, "policy_loss_alone", False)
+    run.variant = Variant(loss=loss)
     for budget in 10**6, 61, 1:
         with_engine(run, "shared", budget)
         both, losses = gradient(run, experience)
@@ -180,11 +179,38 @@ def test_a_new_term_of_the_loss_and_a_new_metric_are_edits_of_the_loss_and_of_po
     assert metrics["probability"] == pytest.approx(10 * metrics["length_term"])
 
 
-def test_a_term_that_policy_loss_alone_leaves_out_is_an_error(base, monkeypatch):
-    run = with_settings(base, use_kl_penalty=True)
+@pytest.mark.parametrize("flags,message", [
+    (dict(use_kl_penalty=True), "kl_term is .* over all rows, .* with those whose advantages are 0"),
+    (dict(entropy_coef=0.1), "entropy_term is .* over all rows, .* with those whose advantages are 0"),
+])
+def test_a_term_of_rows_that_are_left_out_is_an_error(base, monkeypatch, flags, message):
+    run = with_settings(base, **flags)
+    run.progress.phase_step = 0
     monkeypatch.setattr(GRPOConfig, "policy_loss_alone", True)
-    with pytest.raises(AssertionError, match=r"GRPOConfig.policy_loss_alone: \['policy_loss', 'kl_term'\]"):
+    with pytest.raises(ValueError, match=message):
         gradient(run, off_policy(run))
+
+
+@pytest.mark.parametrize("term,wrong", [
+    (lambda new, batch: new.logp[batch.mask].mean(), True), (lambda new, batch: new.logp.sum() / len(batch.rows), True),
+    (lambda new, batch: (new.entropy * batch.weights).sum() / batch.weights.sum(), True),
+    (lambda new, batch: 1e-3 * new.logp.max(), True), (lambda new, batch: weighted_loss(new.logp, batch.weights), False),
+    (lambda new, batch: (new.logp * batch.mask).sum() / len(batch.rollout.completion_ids), False),
+])
+def test_a_term_or_a_metric_that_does_not_add_up_over_micro_batches_is_an_error(base, term, wrong):
+    """Only at the first update of a phase."""
+    for place in 0, 1:
+        def loss(config, new, batch, place=place):
+            results = train.grpo_loss(config, new, batch)
+            results[place]["own"] = term(new, batch)
+            return results
+
+        run = with_settings(base)
+        run.variant, run.progress.phase_step = Variant(loss=loss), 0
+        with pytest.raises(ValueError, match=r"own is .* as the sum over two halves") if wrong else nullcontext():
+            train.grpo_training_step(run, next(run.batches))
+        run.progress.phase_step = 1
+        train.grpo_training_step(run, next(run.batches))
 
 
 def test_all_columns_of_a_batch_keep_their_rows_and_metrics_are_means_over_tokens_or_completions_or_sums(base):
@@ -218,7 +244,7 @@ def test_a_metric_of_another_shape_is_an_error(base, shape):
     run = with_settings(base)
     experience = off_policy(run)
     assert experience.table.mask.shape != shape
-    with pytest.raises(AssertionError, match=r"wrong: x.shape=torch.Size\(.* mask.shape="):
+    with pytest.raises(ValueError, match=r"loss: wrong \(.*\) must be \(b, T\), \(b, 1\) or a scalar"):
         gradient(run, experience, loss_fn=lambda new, part: ({"loss": new.logp.sum()}, {"wrong": torch.zeros(shape)}))
 
 
@@ -300,7 +326,7 @@ def test_rows_that_are_not_trained_on_have_no_influence(base, terms, overlong):
     (first, whole, losses), (second, same, again) = (
         (experience, *gradient(run, experience)) for experience in (experience_of(run, which, points) for which in (rollout, other)))
     assert untrained.sum() >= 3 and not second.table.mask[untrained].any() and whole.norm() > 0
-    torch.testing.assert_close(first.advantages[~untrained], second.advantages[~untrained], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(first.table.advantages[~untrained], second.table.advantages[~untrained], atol=1e-5, rtol=1e-5)
     assert differ(same, whole) < 1e-5 and again == pytest.approx(losses, rel=1e-4, abs=1e-6)
 
 

@@ -27,7 +27,7 @@ def healthy(seed=0, rollouts=150, start=0.3, end=0.9, size=4):
     columns = {
         "reward/correctness": success, "reward/reasoning_coherence": g.normal(0.3, 0.02, rollouts), "mean_reward": 0.3 + success, "skipped": t * 0, "unscored": t * 0.0,
         "entropy": 0.6 * (1.1 - p) * np.exp(g.normal(0, 0.2, rollouts)), "completion_tokens": g.normal(23, 1, rollouts),
-        "tied_groups": np.clip(p**size + (1 - p) ** size + g.normal(0, 0.1, rollouts), 0, 1), "tied_right_groups": p**size,
+        "zero_variance_groups": np.clip(p**size + (1 - p) ** size + g.normal(0, 0.1, rollouts), 0, 1), "zero_variance_right_groups": p**size,
         "kl": 0.0005 * t * np.exp(g.normal(0, 0.2, rollouts)), "truncated": np.abs(g.normal(0, 0.02, rollouts)), "clip_fraction": t * 0.0,
     }
     return [dict(zip(columns, map(float, row), strict=True)) for row in zip(*columns.values(), strict=True)]
@@ -45,7 +45,7 @@ def fall(t):                    # of ten rollouts, from 1 to 0
 
 GENERATED = {                   # lines, the findings, words in the first one
     "collapse in ten rollouts": (
-        changed(lambda t, line: {"reward/correctness": 0.97 * fall(t), "mean_reward": 0.18 + 1.03 * fall(t), "tied_groups": 0.3},
+        changed(lambda t, line: {"reward/correctness": 0.97 * fall(t), "mean_reward": 0.18 + 1.03 * fall(t), "zero_variance_groups": 0.3},
                 start=0.97, end=0.97), ["collapse"], "fell from its maximum, 1.27, to 0.18: start a run from an earlier checkpoint"),
     "a collapse of what was gained": (
         [line | {"mean_reward": -1 + 0.02 * (t if t < 50 else max(0, 100 - t))} for t, line in enumerate(healthy(1))], ["collapse"], ""),
@@ -57,7 +57,7 @@ GENERATED = {                   # lines, the findings, words in the first one
         changed(lambda t, line: {"mean_reward": line["mean_reward"] + t / 60, "reward/correctness": max(0, line["reward/correctness"] - t / 800),
                                  "reward/reasoning_coherence": 0.3 + t / 60}), ["reward_hacking"], "reward/correctness fell from 0.5"),
     "no group has a gradient": (
-        changed(lambda t, line: {"tied_groups": 1.0, "tied_right_groups": 0.0, "entropy": None, "reward/correctness": 0.0, "mean_reward": 0.3},
+        changed(lambda t, line: {"zero_variance_groups": 1.0, "zero_variance_right_groups": 0.0, "entropy": None, "reward/correctness": 0.0, "mean_reward": 0.3},
                 start=0.02, end=0.0), ["ties"], "use easier problems"),
     "nearly all are right": (healthy(2, 300, 0.3, 1.0), ["ties"], "are right (mean_reward 1.27): use harder problems"),
     "NaN from the start": ([{"skipped": 1, "mean_reward": 0.5}] * 12, ["not_finite"], "--learning_rate (now 5e-06)"),
@@ -96,7 +96,7 @@ def test_ties_are_usual_with_a_value_head_and_a_run_with_a_teacher_alone_is_not_
 ])
 def test_equal_rewards_near_the_top_of_their_range_ask_for_harder_problems(rewards, weights, advice):
     flags = dict(reward_functions=["mine.py:own"] * max(1, len(weights)), reward_weights=weights)
-    lines = [{"mean_reward": reward, "tied_groups": 1.0} for reward in (rewards if isinstance(rewards, tuple) else [rewards]) for _ in range(10)]
+    lines = [{"mean_reward": reward, "zero_variance_groups": 1.0} for reward in (rewards if isinstance(rewards, tuple) else [rewards]) for _ in range(10)]
     assert f"use {advice} problems" in findings(lines, **flags)["ties"]
 
 

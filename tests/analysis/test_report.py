@@ -173,7 +173,7 @@ def test_no_field_of_a_file_becomes_part_of_the_page(tmp_path):
     folder = edit_rollouts(fake_run(tmp_path / "numbers"), lambda record, i: record.update(advantage=hostile))
     with pytest.raises(ValueError, match=f"metrics.jsonl or rollouts.jsonl of {folder} is damaged"):
         write_report(folder)
-    fields = {name: hostile for name in ("step", "group", "tokens", "finished", "tied")}
+    fields = {name: hostile for name in ("step", "group", "tokens", "finished", "zero_variance")}
     folder = edit_rollouts(fake_run(tmp_path / "names"), lambda record, i: record.update(rewards={hostile: 1.0}, **fields))
     config = json.loads((folder / "config.json").read_text())
     config["training"] |= {hostile: hostile, "max_steps": hostile}

@@ -39,7 +39,7 @@ def test_without_rewards_the_gradient_is_that_of_the_kl_to_the_teacher(tmp_path,
     run = set_up(run_of(tmp_path, teacher, kl_estimator=estimator))
     run.begin_phase()
     groups = train.sample_groups(run, run.batches.take(4))
-    assert groups.without_signal(run.config.grpo).all() and (groups.rewards == 0).all()
+    assert train.without_signal(run, groups).all() and (groups.rewards == 0).all()
     policy, config = run.policy, run.config.grpo
     experience = experience_of(run, groups.rollout, groups.rewards)
     reference = run.reference if estimator == "exact" else None

@@ -46,7 +46,7 @@ def test_metrics_have_the_documented_names_and_count_steps_from_one(finished):
     ]
     grpo = lines[5]
     documented = [
-        "policy_loss", "mean_reward", "mean_advantage", "std_advantage", "tied_groups", "kl", "entropy", "clip_fraction",
+        "policy_loss", "mean_reward", "mean_advantage", "std_advantage", "zero_variance_groups", "kl", "entropy", "clip_fraction",
         "grad_norm", "completion_tokens", "truncated", "step_seconds", "sampling_seconds", "training_seconds", "peak_memory_gb",
     ]
     assert set(documented) <= set(grpo) and all(isinstance(grpo[name], int | float) for name in documented)
@@ -160,9 +160,9 @@ def test_groups_that_are_tied_and_all_right_are_counted(base):
         compute_group_advantages(scores), reports=Reports())
     experience = compute_experience(groups, GRPOConfig(), base.policy)
     metrics = summarize_groups(groups, experience)
-    assert (metrics["tied_groups"], metrics["tied_right_groups"]) == (pytest.approx(2 / 3), pytest.approx(1 / 3))
+    assert (metrics["zero_variance_groups"], metrics["zero_variance_right_groups"]) == (pytest.approx(2 / 3), pytest.approx(1 / 3))
     unknown = summarize_groups(dataclasses.replace(groups, per_function={"length": scores}), experience)
-    assert math.isnan(unknown["tied_right_groups"])
+    assert math.isnan(unknown["zero_variance_right_groups"])
 
 
 # ---- trackers -------------------------------------------------------------------------------------------------------
