@@ -101,10 +101,31 @@ class DataConfig:
 class GRPOConfig:
     """Sampling, rewards, advantages and loss."""
 
+    # A step of GRPO. Its variants follow.
     num_completions_per_prompt: int = flag(4, "G, the group size: completions per prompt", ge=2, le=2**16)
     generation_max_length: int = flag(256, "longest completion, in tokens", gt=0)
     generation_temperature: float = flag(
         0.8, "divides the logits, in sampling and training; 0: greedy, for evaluation only", ge=0)
+    reward_functions: list[str] = flag(list(DEFAULT_REWARDS), "built-in names, or path/to/file.py:function")
+    reward_weights: list[float] = flag(
+        [], "weight of each reward function; empty: 1 each, or 1 0.2 0.1 for the default functions")
+    loss_type: Literal[*LOSSES] = flag(
+        "dapo", "policy loss: with clipped ratios (dapo, grpo, dr_grpo), one ratio per completion (gspo), "
+        "capped weights (cispo, scale_rl), a smooth limit (sapo), masking of tokens or completions whose "
+        "ratio has moved too far from 1 (dppo, icepop, sequence_mask), or no ratios (reinforce)")
+    clip_low: float = flag(
+        0.2, "clipped losses limit the ratio, new / old probability of a token, to at least 1 - clip_low; "
+        "before the first update the ratio is 1", ge=0, lt=1)
+    clip_high: float = flag(
+        0.2, "the upper limit of the ratio is 1 + clip_high; papers use 4e-4 with gspo, and values above 1 "
+        "with cispo and scale_rl", ge=0)
+    ppo_epochs: int = flag(1, "epochs of updates on each rollout", gt=0)
+    minibatch_size: int = flag(0, "completions per optimiser step; 0: the whole rollout", ge=0)
+    use_kl_penalty: bool = flag(True, "penalise the KL to a reference, by default the initial policy")
+    kl_penalty_coef: float = flag(
+        0.01, "weight of the KL penalty, in units of advantage per nat; 0: no penalty, no reference", ge=0)
+
+    # Sampling
     generation_top_p: float = flag(0.9, "keep likely tokens up to this total probability; 1: all", gt=0, le=1)
     generation_top_k: int = flag(50, "keep this many of the most likely tokens; 0: all", ge=0)
     generation_min_p: float = flag(
@@ -120,15 +141,14 @@ class GRPOConfig:
     dynamic_sampling: int = flag(
         0, "maximum number of extra sampling rounds, which replace zero-variance groups by new prompts", ge=0)
 
+    # Conversations
     environment: str = flag(
         "", "function or class that replies to the policy: calculator, python, guess_letter, or "
         "path/to/file.py:name; empty: completions are single messages")
     max_turns: int = flag(
         1, "maximum number of the policy's messages per conversation, all within generation_max_length", gt=0)
 
-    reward_functions: list[str] = flag(list(DEFAULT_REWARDS), "built-in names, or path/to/file.py:function")
-    reward_weights: list[float] = flag(
-        [], "weight of each reward function; empty: 1 each, or 1 0.2 0.1 for the default functions")
+    # Rewards
     reward_errors: Literal["raise", "none"] = flag(
         "raise", "if a reward function raises: stop the run, or count the completions as unscored")
     reward_timeout: float = flag(
@@ -140,6 +160,7 @@ class GRPOConfig:
         "keep", "completions truncated at generation_max_length: keep; mask: exclude them from the loss; "
         "penalise: subtract up to 1 from rewards in the last fifth before the limit")
 
+    # Advantages
     normalize_advantages: bool = flag(
         True, "divide advantages according to advantage_scale; with a value head, centre and scale them over "
         "all tokens; Dr. GRPO: false, with --loss_type dr_grpo")
@@ -149,28 +170,14 @@ class GRPOConfig:
         "group_mean", "subtracted from rewards: the group's mean or median; global_mean: the mean of all "
         "rewards of the run so far; leave_one_out: the mean of the group's other completions")
 
-    loss_type: Literal[*LOSSES] = flag(
-        "dapo", "policy loss: with clipped ratios (dapo, grpo, dr_grpo), one ratio per completion (gspo), "
-        "capped weights (cispo, scale_rl), a smooth limit (sapo), masking of tokens or completions whose "
-        "ratio has moved too far from 1 (dppo, icepop, sequence_mask), or no ratios (reinforce)")
+    # The loss
     loss_options: list[str] = flag([], "options of loss_type, such as dual_clip=3 (docs/algorithm.md)")
-    clip_low: float = flag(
-        0.2, "clipped losses limit the ratio, new / old probability of a token, to at least 1 - clip_low; "
-        "before the first update the ratio is 1", ge=0, lt=1)
-    clip_high: float = flag(
-        0.2, "the upper limit of the ratio is 1 + clip_high; papers use 4e-4 with gspo, and values above 1 "
-        "with cispo and scale_rl", ge=0)
     importance_cap: float = flag(
         0.0, "truncated importance sampling: multiply a token's loss by trainer / sampler probability, at "
         "most this cap; 0: 2 with --engine vllm, which rounds differently, else none", ge=0)
     entropy_coef: float = flag(0.0, "weight of the entropy bonus, in units of advantage per nat", ge=0)
 
-    ppo_epochs: int = flag(1, "epochs of updates on each rollout", gt=0)
-    minibatch_size: int = flag(0, "completions per optimiser step; 0: the whole rollout", ge=0)
-
-    use_kl_penalty: bool = flag(True, "penalise the KL to a reference, by default the initial policy")
-    kl_penalty_coef: float = flag(
-        0.01, "weight of the KL penalty, in units of advantage per nat; 0: no penalty, no reference", ge=0)
+    # The reference
     kl_in: Literal["loss", "reward"] = flag(
         "loss", "add the KL penalty to the loss, or subtract it from rewards (and so from the advantages)")
     kl_estimator: Literal["", "ratio_k3", "k3", "k2", "k1", "exact"] = flag(
@@ -186,6 +193,7 @@ class GRPOConfig:
     reference_update_freq: int = flag(500, "periodic: steps between copies of the policy", gt=0)
     reference_offload: bool = flag(False, "keep the reference on the CPU between rollouts")
 
+    # A critic
     use_value_head: bool = flag(False, "compute advantages by a value head (GAE), not within groups")
     gae_gamma: float = flag(1.0, "value head: discount of rewards per token", ge=0, le=1)
     gae_lambda: float = flag(0.95, "value head: 0: one-step TD error, 1: return minus value", ge=0, le=1)

@@ -316,6 +316,7 @@ def dppo(
 
     The absolute difference is a lower bound of the total variation between the policies at that position.
     The ratio is not: when a probability rises from 0.001 to 0.002, it is 2, but the policies hardly differ.
+    old_logp is that of the sampler, also with vLLM, as in the authors' code.
     """
     ratio = log_ratio.clamp(-20, 20).exp()
     moved = logp.detach().exp() - (logp - log_ratio).detach().exp()
@@ -372,7 +373,7 @@ LOSSES = {                      # the keys are the choices of --loss_type
     "cispo": Loss(cispo, "token_mean"),
     "scale_rl": Loss(cispo, "prompt_mean"),                                     # arXiv:2510.13786 sec. 3.2
     "sapo": Loss(sapo, "sequence_mean", TAUS),
-    "dppo": Loss(dppo, "token_mean", {"delta": (0.0, 1.0)}),
+    "dppo": Loss(dppo, "token_mean", {"delta": (0.0, 1.0)}, corrects_sampler=True),
     "icepop": Loss(icepop, "token_mean", LIMITS, corrects_sampler=True),
     "sequence_mask": Loss(sequence_mask, "token_mean", LIMITS, corrects_sampler=True),
     "reinforce": Loss(reinforce, "token_mean"),

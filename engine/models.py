@@ -11,6 +11,7 @@ import copy
 import json
 import os
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -54,8 +55,10 @@ def load_any_policy(model_config, *, trainable: bool = True):
         if adapter and model_config.lora_rank not in (0, adapter["r"]):
             found = f"the adapter in {model_config.model_path} has {adapter['r']}"
             raise ValueError(f"--lora_rank={model_config.lora_rank}: {found}; omit it")
-        tokenizer = core.load_tokenizer(model_config)
-        if model_config.model_path:
+        if not model_config.model_path:
+            model, tokenizer = core.load_policy(replace(model_config, lora_rank=0, precision="float32"))
+        else:
+            tokenizer = core.load_tokenizer(model_config)
             path = adapter.get("base_model_name_or_path", model_config.model_path)
             trusted = model_config.trust_remote_code
             cls = auto_class(AutoConfig.from_pretrained(path, trust_remote_code=trusted))
@@ -63,8 +66,6 @@ def load_any_policy(model_config, *, trainable: bool = True):
                 model, missing = core.load_weights(model_config, path, cls)
             freeze_towers(model)
             core.require_weights(model, missing, model_config.model_path)
-        else:
-            model = core.tiny_gemma(tokenizer, model_config)
         if adapter or model_config.lora_rank:
             from engine.adapters import add_adapter       # here and below: only with an adapter
 

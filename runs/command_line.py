@@ -33,10 +33,10 @@ COMMON = {                      # flags that --help shows; --help_all shows ever
     "use_grpo", "output_dir", "resume", "check", "num_epochs", "max_steps", "batch_size", "learning_rate",
 }
 HEADINGS = {                    # of --help: first flag under a heading -> heading
-    "model_path": "Model", "dataset": "Data", "num_completions_per_prompt": "Sampling",
-    "environment": "Conversations", "reward_functions": "Rewards", "normalize_advantages": "Advantages",
-    "loss_type": "Loss", "use_value_head": "Value head", "ppo_epochs": "Updates on a rollout",
-    "use_kl_penalty": "KL to a reference", "use_grpo": "The run", "num_epochs": "Length",
+    "model_path": "Model", "dataset": "Data", "num_completions_per_prompt": "A step of GRPO",
+    "generation_top_p": "Sampling", "environment": "Conversations", "reward_errors": "Rewards",
+    "normalize_advantages": "Advantages", "loss_options": "Loss", "kl_in": "KL to a reference",
+    "use_value_head": "Value head", "use_grpo": "The run", "num_epochs": "Length",
     "learning_rate": "Optimiser", "max_tokens_per_forward": "Memory and processes",
     "eval_steps": "Measured and written",
 }

@@ -118,5 +118,5 @@ def test_incompatible_flags_are_rejected_with_the_values_of_the_profile():
 
 def test_with_vllm_tokens_are_weighted():
     for flags, cap in ({}, 0.0), ({"engine": "vllm"}, 2.0), ({"engine": "vllm", "importance_cap": 3.0}, 3.0), (
-            {"engine": "vllm", "loss_type": "icepop"}, 0.0):
+            {"engine": "vllm", "loss_type": "icepop"}, 0.0), ({"engine": "vllm", "loss_type": "dppo"}, 0.0):
         assert GRPOConfig(**flags).importance_weight_cap == cap
