@@ -149,7 +149,7 @@ def token_loss(
         raise ValueError(f"unknown {loss_type=}: choose one of {', '.join(LOSSES)}")
     if unknown := sorted(options.keys() - LOSSES[loss_type].bounds):
         raise ValueError(f"{loss_type} has no option {unknown}; its options: {[*LOSSES[loss_type].bounds]}")
-    advantages = advantages[:, None] if advantages.ndim == 1 else advantages     # (B, 1)
+    advantages = advantages[:, None] if advantages.ndim == 1 else advantages     # (B, 1) or (B, T)
     if advantages.shape not in (mask.shape, (len(mask), 1)):
         raise ValueError(
             f"advantages must be (B,), (B, 1) or (B, T), got {tuple(advantages.shape)} for (B, T) = "
