@@ -53,7 +53,8 @@ def sample_and_describe(run) -> Groups:
 
     def sample(num_prompts: int, num_completions: int, limit: int) -> tuple[Groups, float]:
         started = time.perf_counter()
-        grpo_config, examples = replace(config.grpo, generation_max_length=limit), run.train_set[:num_prompts]
+        grpo_config = replace(config.grpo, generation_max_length=limit)
+        examples = run.train_set[:num_prompts]
         groups = sample_and_score(policy, examples, grpo_config, run.scoring, num_completions)
         return groups, time.perf_counter() - started
 
@@ -70,7 +71,7 @@ def sample_and_describe(run) -> Groups:
         notify(f"  note   here completions were cut at {shorter} tokens to save time, not at {limit}")
     started = time.perf_counter()
     policy.log_probs(rollout)
-    of_row = 3 * (time.perf_counter() - started) / len(mask)         # a backward pass costs two forward passes
+    of_row = 3 * (time.perf_counter() - started) / len(mask)         # backward takes two forward passes
     of_sampling = of_token * mask.shape[1] * (limit / shorter)       # up to the longest completion
     notify(time_of_run(run, of_sampling, of_row))
     notify(f"peak memory so far {peak_memory_gb(device):.1f} GB")

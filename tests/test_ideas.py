@@ -121,7 +121,7 @@ def test_the_likelihood_term_is_a_mean_over_the_tokens_of_right_completions(step
 
 def test_the_length_reward_is_that_of_the_paper_within_the_group():
     lengths = 2, 4, 6, 3, 5, 5, 5, 5, 9, 1, 5, 3
-    rewards = [[1.3, 1.0, 0.2, 0.0], [1.0, 0.0, 1.0, 1.0], [1.0, 1.0, 1.0, 1.0]]
+    rewards = [[1.3, 1.0, 0.2, 0.0], [1.3, 0.0, 1.0, 0.2], [1.0, 1.0, 1.0, 1.0]]
     correct = torch.tensor(rewards).floor()
     groups = Groups([{}] * 3, made_up_rollout([3, 4, 2], lengths), correct, {"parity": correct}, torch.tensor(rewards))
     shaped = [[1.3 + 0.25, 1.0, 0.2 - 0.25, 0.0], rewards[1], [1.0 - 0.25, 1.0 + 0.25, 1.0, 1.0 + 0.125]]

@@ -40,7 +40,7 @@ def advantages(groups) -> Tensor:
     bonus = torch.where(longest > shortest, bonus, 0.0)
     right = next(iter(groups.per_function.values())) >= 1
     return compute_group_advantages(
-        groups.rewards + torch.where(right, bonus, bonus.clamp(max=0)))
+        groups.rewards + WEIGHT * torch.where(right, bonus, bonus.clamp(max=0)))
 
 
 if __name__ == "__main__":
