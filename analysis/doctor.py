@@ -106,9 +106,9 @@ def cause_of_no_signal(
     text = f"{equal:.0%} of the groups have zero variance (equal rewards), so their advantages are 0: "
     mostly_right = metrics.get("mostly_right", math.nan)
     if mostly_right == 1 or metrics["zero_variance_right_groups"] > equal / 2:
-        return text + "in most of them all completions are right: harder problems, or --dynamic_sampling 3"
-    return text + ("use easier problems, a reward function with partial credit, more --cold_start_steps or "
-                   "more --num_completions_per_prompt")
+        return f"{text}all completions are right in most: use harder problems, or --dynamic_sampling 3"
+    return (f"{text}use easier problems, a reward function with partial credit, more --cold_start_steps or "
+            "more --num_completions_per_prompt")
 
 
 def diagnose(lines: list[dict], flags: dict) -> list[str]:

@@ -73,7 +73,7 @@ def lint(
         means = {kind: float(values[[k == kind for k in kinds]].nanmean()) for kind in KINDS}
         means = {kind: mean for kind, mean in means.items() if not math.isnan(mean)}
         shown = means | ({"model": float(of_model[name].nanmean())} if sampled else {})
-        cells = [f"{shown[kind]:.2f}" if kind in shown else "" for kind in columns]
+        cells = [f"{shown[kind]:.2f}".replace("nan", "") if kind in shown else "" for kind in columns]
         table.append(f"| `{name}` | {' | '.join(cells)} |")
     return table, flags_of(means)
 
