@@ -48,8 +48,8 @@ class RunConsole:
         self.last_line = time.monotonic()
 
     def on_tokens(self, num_tokens: int, num_rows: int) -> None:
-        """Print a line on a terminal if sampling takes long: see SILENCE."""
-        if self.rich.is_terminal and time.monotonic() - self.last_line > SILENCE:
+        """Print a line if sampling takes long: see SILENCE."""
+        if time.monotonic() - self.last_line > SILENCE:
             self.print(f"  sampling: {num_tokens} tokens, {num_rows} completions are not finished")
 
     def print(self, text: str = "") -> None:

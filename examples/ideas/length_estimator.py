@@ -32,7 +32,7 @@ from train import train
 WEIGHT = 0.5
 
 
-def advantages(groups) -> Tensor:
+def advantages(run, groups) -> Tensor:
     """Return the advantages (P, G) of rewards with the length reward."""
     lengths = groups.rollout.completion_mask.sum(dim=1).view_as(groups.rewards)  # (P, G)
     shortest, longest = lengths.amin(dim=1, keepdim=True), lengths.amax(dim=1, keepdim=True)
