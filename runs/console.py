@@ -75,8 +75,6 @@ class RunConsole:
             self.print("rewards " + ", ".join(f"{name} x {weight:g}" for name, weight in weighted))
         if config.data.instruction:
             self.print(f"instruction, before every prompt: {config.data.instruction!r}")
-        limit = training.max_tokens_per_forward
-        self.print(f"forward passes of up to {limit} tokens (--max_tokens_per_forward)")
         for phase in phases:
             rows = config.rollout_size if phase.name == "grpo" else training.batch_size
             amount = f"{training.batch_size} prompts, {rows} completions"
