@@ -85,7 +85,7 @@ def load_problems(args: argparse.Namespace, functions: list, environment: Callab
 def sample_answers(
     args: argparse.Namespace, problems: list[dict], functions: list, environment: Callable | None, done: int
 ) -> Iterator[Groups]:
-    """Load the model of --model_path. Yield scored completions of the problems after the first `done` ones."""
+    """Load the model of --model_path, and return an iterator over batches of problems behind those done."""
     if not args.model_path:
         print("no --model_path: using the built-in model with random weights, untrained", file=sys.stderr)
     device = best_device(args.device)
@@ -115,16 +115,14 @@ def read_results(args: argparse.Namespace) -> list[dict]:
     """
     if not args.json:
         return []
-    records = []
-    if args.json.exists():
-        try:
-            saved = json.loads(args.json.read_text())
-            records = saved["problems"]
-        except (ValueError, TypeError, KeyError):
-            raise ValueError(f"--json={args.json}: is not a file of infer.py; name another one") from None
-    if not records:
-        write_results(args, [])
+    args.json.open("a").close()                           # raises OSError before sampling
+    if not (text := args.json.read_text()):
         return []
+    try:
+        saved = json.loads(text)
+        records = saved["problems"]
+    except (ValueError, TypeError, KeyError):
+        raise ValueError(f"--json={args.json}: is not a file of infer.py; name another one") from None
     for name, value in settings_of(args).items():
         if saved.get(name) != value:
             raise ValueError(f"--json={args.json}: was written with {name} {saved.get(name)!s:.60}, not "
@@ -146,9 +144,9 @@ def write_results(args: argparse.Namespace, records: list[dict]) -> None:
 
 
 def estimates_of(records: list[dict]) -> dict[str, dict]:
-    """Estimate all; without the function that is the accuracy, and `reward` only if it is another number."""
-    estimates = evaluation.estimate_all(records) if records else {}
-    right = estimates.get("accuracy", {}).get("function")
+    """Estimate accuracy, mean rewards of the other functions and, if there are any, of the weighted sum."""
+    estimates = evaluation.estimate_all(records)
+    right = estimates.get("accuracy", {}).get("function", "correctness")         # without answers, nothing
     estimates.pop(f"reward/{right}", None)
     if any(name.startswith("reward/") for name in estimates):
         estimates["reward"] = evaluation.estimate_rewards(evaluation.rewards_of(records))
