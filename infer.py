@@ -124,7 +124,7 @@ def read_results(args: argparse.Namespace) -> list[dict]:
     except (ValueError, TypeError, KeyError):
         raise ValueError(f"--json={args.json}: is not a file of infer.py; name another one") from None
     for name, value in settings_of(args).items():
-        if saved.get(name) != value:
+        if name != "generation_batch_size" and saved.get(name) != value:
             raise ValueError(f"--json={args.json}: was written with {name} {saved.get(name)!s:.60}, not "
                              f"{value!s:.60}; name another file, or remove it")
     print(f"{args.json}: has {len(records)} problems already", file=sys.stderr)
