@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import signal
 import statistics
 from contextlib import suppress
 from dataclasses import replace
@@ -9,7 +10,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from conftest import assert_same, run_folder
+from test_data import write_lines
 
+import train
 from analysis import evaluation
 from analysis.evaluation import estimate_all, estimate_mean, evaluate, majority_vote, pass_at_k
 from config import ModelConfig
@@ -18,7 +22,10 @@ from engine.errors import Stopped
 from engine.models import load_any_policy
 from experience import Groups
 from rewards import correctness
+from runs.command_line import parse_config
+from runs.folder import read_jsonl
 from runs.groups import Scoring
+from runs.setup import set_up
 
 
 @pytest.mark.parametrize("n", [1, 3, 6])
@@ -168,3 +175,32 @@ def test_an_evaluation_prints_its_progress_stops_between_batches_and_continues(m
         [[2, 3, 4], [5, 6, 7]], ["  evaluated 5 of 8 problems, left 0:01:00"])
     answers = iter([False, True])
     assert batches_of(monkeypatch, settings, stop_requested=lambda: next(answers))[0] == [[0, 1, 2]]
+
+
+@pytest.mark.parametrize("call", [1, 3])
+def test_a_signal_in_the_first_or_last_evaluation_stops_it_and_a_resumed_run_repeats_it(tmp_path, monkeypatch, capsys, call):
+    """An evaluation has two batches."""
+    flags = "--use_grpo --cold_start_steps 0 --max_steps 2 --generation_batch_size 4 --log_rollouts_every 1".split()
+    never, real, calls = run_folder(tmp_path / "never", *flags), evaluation.score, []
+
+    def interrupted(*args):
+        calls.append(args)
+        if len(calls) == call:
+            signal.raise_signal(signal.SIGINT)
+        return real(*args)
+
+    monkeypatch.setattr(evaluation, "score", interrupted)
+    stopped = run_folder(tmp_path / "stopped", *flags)
+    assert len(calls) == call and not (stopped / "final").exists() and "; continue with: python train.py" in capsys.readouterr().out
+    assert len(read_jsonl(stopped / "metrics.jsonl")) == (0 if call == 1 else 3), "the evaluation is not logged"
+    train.main(["--output_dir", str(stopped), "--resume"])
+    assert_same(stopped, never)
+
+
+def test_an_evaluation_on_a_cpu_has_64_problems_of_a_model_and_256_of_the_demonstration(folder, tmp_path, capsys):
+    path = write_lines(tmp_path / "data.jsonl", [{"prompt": f"{i}+1=?", "answer": str(i + 1)} for i in range(2000)])
+    flags = ["--use_grpo", "--dataset", path, "--report_to", "none", "--cold_start_steps", "0", "--output_dir", str(tmp_path / "run")]
+    for model, limit in (["--model_path", folder], 64), ([], 256), (["--model_path", folder, "--eval_limit", "65"], 65):
+        run = set_up(parse_config([*flags, *model]))
+        assert len(run.eval_set) == limit == run.config.data.eval_limit
+        assert ("at most 64 held-out problems, since this is a CPU: --eval_limit" in capsys.readouterr().out) == (limit == 64)
