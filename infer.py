@@ -173,7 +173,8 @@ def print_evaluation(args: argparse.Namespace, records: list[dict]) -> None:
         print(report.escape(f"{name} {shown}{interval} of {estimate['problems']}{samples}{cut}"))
     texts = [text_of(each["completion"]) for record in records for each in record["completions"]]
     accuracy = estimates.get("accuracy", {"mean": 1})
-    if accuracy["mean"] == 0 and not any("</answer>" in text for text in texts):
+    none_right = accuracy["mean"] == 0 and accuracy["function"] == "correctness"
+    if none_right and not any("</answer>" in text for text in texts):
         print("no completion has an <answer>...</answer>: request it with --instruction", file=sys.stderr)
     if args.json:
         print(f"{args.json}: {len(records)} prompts with their completions")

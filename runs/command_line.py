@@ -162,7 +162,7 @@ def parse_infer(argv: list[str], description: str) -> argparse.Namespace:
         generation_temperature=1.0, generation_top_p=1.0, generation_top_k=0)
     args = parser.parse_all(argv)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError("infer.py: runs in one process; start it without torchrun")
+        raise ValueError("WORLD_SIZE: infer.py runs in one process; start it without torchrun")
     if (args.question, args.evaluate, args.report) == (None, None, None):
         raise ValueError("give one of --question, --evaluate and --report")
     if args.evaluate is None and (args.json or args.reward_functions != ["correctness"]):

@@ -312,7 +312,7 @@ def test_an_answer_form_that_no_completion_has_is_mentioned(folder, scripted, ca
     ("--question q --generation_top_p 2", "--generation_top_p=2.0: must be above 0"),
     ("--question q --max_turns 3", "there is no environment to continue the conversation"),
     ("--question q --precision float8", "--precision=float8: choose one of"),
-    ("--evaluate arithmetic --json x", "infer.py: runs in one process; start it without torchrun"),
+    ("--evaluate arithmetic --json x", "WORLD_SIZE: infer.py runs in one process; start it without torchrun"),
     ("--evaluate arithmetic --samples 0", "--samples=0: must be at least 1"),
     ("--evaluate arithmetic --limit -1", "--limit=-1: must be at least 0"),
     ("--evaluate arithmetic --split foo", "split=foo: built-in problems have the splits train and test"),
