@@ -62,7 +62,7 @@ class OneLineParser(argparse.ArgumentParser):
         args, unknown = self.parse_known_args(words)
         if unknown:
             flags = [word for word in unknown if word.startswith("--")]
-            if not flags and not any("=" in word for word in unknown):
+            if not flags and "=" not in "".join(unknown):
                 raise ValueError(
                     f"{' '.join(unknown)}: a second value, but the flag before it takes one; of several files "
                     "make one: cat a.jsonl b.jsonl > both.jsonl")

@@ -45,6 +45,7 @@ class RunConsole:
         self.config = config
         self.rich = Console(soft_wrap=True, highlight=False, quiet=quiet)
         self.last_line = time.monotonic()
+        self.evaluation_seconds = 0.0                     # of the last evaluation
 
     def on_tokens(self, num_tokens: int, num_rows: int) -> None:
         """Print a line if sampling takes long: see SILENCE."""
@@ -80,10 +81,15 @@ class RunConsole:
             self.print(f"phase {phase.name}: {phase.steps} steps of {amount}")
 
     def print_step(self, phase: str, step: int, total: int, step_of_run: int, metrics: dict) -> None:
-        """Print a line for a step, with the remaining time of its phase. step, total: within the phase."""
-        steps_left = (total - step) / metrics.get("updates", 1)
+        """Print a line for a step, with the remaining time of its phase and of its evaluations.
+
+        step, total  within the phase
+        """
+        steps_left, every = (total - step) / metrics.get("updates", 1), self.config.training.eval_steps
+        evaluations_left = math.ceil((total - step) / every) if every else 1
+        seconds = steps_left * metrics["step_seconds"] + evaluations_left * self.evaluation_seconds
         line = f"{phase} {step_of_run:>4}/{step_of_run - step + total}"
-        end = f"  left {timedelta(seconds=round(steps_left * metrics['step_seconds']))}"
+        end = f"  left {timedelta(seconds=round(seconds))}"
         optional = "unscored", "skipped", "truncated"
         for name, form in UNITS.items():
             value = metrics.get(name, math.nan)
