@@ -253,7 +253,8 @@ def words_of(text: str) -> list[str]:
 
 def as_number(text: str) -> Decimal | None:
     """Parse '1,234', '-$72', '72 €', '72.0' exactly, and '5 %' as 5; None for others, such as '1,2345'."""
-    cleaned = re.sub(r"^([+-]?)[$€£]+\s*", r"\1", normalize(text).replace("\u2212", "-")).rstrip("%€£. ")
+    text = normalize(text).replace("\u2212", "-")
+    cleaned = re.sub(r"^([+-]?)[$€£]+\s*", r"\1", text).rstrip("%€£. ")
     if not re.fullmatch(r"[+-]?([0-9]{1,3}(,[0-9]{3})+|[0-9]*)(\.[0-9]*)?([eE][+-]?[0-9]+)?", cleaned):
         return None
     try:

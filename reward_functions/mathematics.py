@@ -6,13 +6,14 @@ from functools import cache
 from itertools import chain
 
 from reward_functions.sandbox import run_python, usable_cores
-from rewards import after_thoughts, extract_answer, extract_boxed, is_missing, normalize, same_answer, score_each
+from rewards import (
+    after_thoughts, extract_answer, extract_boxed, is_missing, normalize, same_answer, score_each)
 
 LONGEST_TEXT = 1000             # in characters: the beginning of an answer, or the end of a text without one
 SECONDS_PER_ANSWER = 3          # for parsing two expressions, and for comparing them
 SANDBOX = dict(memory_mb=1024, modules=("math_verify",))
-EMPHASIS = re.compile(r"^[*`\s]+|[*`.\s]+$")
-UNIT = re.compile(r"(?<=\d) +(?!pi\b)[A-Za-z]{2}[A-Za-z /]*$")       # math-verify would multiply its letters
+# Emphasis, a full stop, and a unit, whose letters math-verify would multiply.
+AROUND = re.compile(r"^[*`\s]+|((?<=\d) +(?!pi\b)[A-Za-z]{2}[A-Za-z /]*)?[*`.\s]*$")
 COMPARE_TEMPLATE = '''
 import logging
 from math_verify import parse, verify
@@ -50,19 +51,18 @@ def math_equality(completions, answer, **columns) -> list[float | None]:
 
     rows = score_each(prepare, completions, answer)       # True, False, what math-verify compares, or None
     pairs = sorted({row for row in rows if isinstance(row, tuple)})
+    check_sandbox()
     equal = {True: 1.0, False: 0.0, None: None} | dict(zip(pairs, compare_in_sandbox(pairs), strict=True))
     return list(map(equal.get, rows))
 
 
 def in_box(answer: str) -> str:
-    """Return an answer in a box, without marks of emphasis, a full stop, and words after a number."""
-    return rf"\boxed{{{UNIT.sub('', EMPHASIS.sub('', normalize(answer)))}}}"
+    """Return an answer in a box, without what is AROUND it."""
+    return rf"\boxed{{{AROUND.sub('', normalize(answer))}}}"
 
 
 def compare_in_sandbox(pairs: list[tuple[str, tuple[str, ...]]]) -> list[float]:
     """Return 1 where a text equals one of several others. A pair that ends its process is unequal."""
-    check_sandbox()
-
     def compare(left: list) -> list[float]:
         code = COMPARE_TEMPLATE.format(pairs=left, seconds=SECONDS_PER_ANSWER)
         lines = run_python(code, timeout_s=3 * SECONDS_PER_ANSWER + 1, **SANDBOX).stdout.split() or ["0"]
@@ -78,4 +78,4 @@ def check_sandbox() -> None:
     """Raise ModuleNotFoundError if math-verify does not work in the sandbox."""
     result = run_python("import math_verify", timeout_s=60.0, **SANDBOX)
     if not result.ok:
-        raise ModuleNotFoundError(f"math-verify does not work in the sandbox ({result.reason}); pip install it")
+        raise ModuleNotFoundError(f"math-verify does not work in the sandbox: {result.reason}; install it")
