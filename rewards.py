@@ -183,18 +183,23 @@ def extract_answer(text: str) -> str | None:
     Several tagged answers count as none, because otherwise listing all candidates would be rewarded.
     """
     text = after_thoughts(text)
-    if not re.search("</?answer>", text):
-        return extract_boxed(text)
-    if not has_one_pair("answer", text):
+    tagged = tagged_answer(text)
+    if tagged is None and re.search("</?answer>", text):
         return None
-    tagged = text.partition("<answer>")[2].partition("</answer>")[0].strip()
-    return extract_boxed(tagged) or tagged or None
+    return extract_boxed(tagged or text) or tagged
 
 
 def after_thoughts(text: str) -> str:
     """Return the text after the last </think>; "" if a later <think> is open, all of a text without them."""
     rest = text.rpartition("</think>")[2]
     return "" if "<think>" in rest else rest
+
+
+def tagged_answer(text: str) -> str | None:
+    """Return the text between <answer> and </answer>; None unless there is just one pair, with text in it."""
+    if not has_one_pair("answer", text):
+        return None
+    return text.partition("<answer>")[2].partition("</answer>")[0].strip() or None
 
 
 def extract_boxed(text: str) -> str | None:
