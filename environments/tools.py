@@ -13,11 +13,12 @@ from functools import partial
 
 from environments.messages import text_of_turn
 from reward_functions.answers import fenced_blocks
-from reward_functions.arithmetic import FOUR_OPERATORS, evaluate_expression
+from reward_functions.arithmetic import OPERATORS
 from reward_functions.calling import start_coroutine, wait_for
 from reward_functions.sandbox import run_python
 from rewards import after_thoughts, extract_answer
 
+MAX_CHARACTERS = 200            # of an expression; this also bounds how deep the parser recurses
 MAX_POWER_BITS = 4096           # limit of the result of ** with whole numbers
 SECONDS_PER_MESSAGE = 10.0      # for all tool calls of a message; calls after that are not run
 
@@ -78,7 +79,7 @@ def unread_calls(tokenizer, tools: list[Callable]) -> str:
         return ""
     if run_calls(text, {name: lambda **given: given}) == [str(arguments)]:
         return ""
-    return f"tool calls are not read in the form of the chat template, and end the conversation: {text!r:.120}"
+    return f"tool calls in the form of the chat template are not read and end a conversation: {text!r:.120}"
 
 
 def run_text_call(text: str, functions: dict[str, Callable]) -> str:
@@ -132,10 +133,24 @@ def calculate(expression: str) -> str:
     Args:
         expression: Numbers with + - * / // % ** and parentheses, such as (3+4)*12.
     """
-    result = evaluate_expression(expression, CALCULATOR_OPERATORS, convert=lambda number: number)
+    if len(expression) > MAX_CHARACTERS:
+        raise ValueError(f"more than {MAX_CHARACTERS} characters")
+    result = value_of(ast.parse(expression.strip(), mode="eval").body)
     if isinstance(result, complex):
         raise ValueError("not a real number")
     return str(result) if isinstance(result, int) else f"{result:.12g}"
+
+
+def value_of(node: ast.expr) -> float:
+    """Evaluate an expression from its syntax tree. No code is run."""
+    match node:
+        case ast.Constant(int() | float() as number) if not isinstance(number, bool):
+            return number
+        case ast.UnaryOp(op, operand) if type(op) in CALCULATOR_OPERATORS:
+            return CALCULATOR_OPERATORS[type(op)](value_of(operand))
+        case ast.BinOp(left, op, right) if type(op) in CALCULATOR_OPERATORS:
+            return CALCULATOR_OPERATORS[type(op)](value_of(left), value_of(right))
+    raise ValueError("only numbers with + - * / // % ** and parentheses")
 
 
 def limited_power(base, exponent):
@@ -145,7 +160,7 @@ def limited_power(base, exponent):
     return base**exponent
 
 
-CALCULATOR_OPERATORS = FOUR_OPERATORS | {
+CALCULATOR_OPERATORS = OPERATORS | {
     ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: limited_power,
     ast.UAdd: operator.pos, ast.USub: operator.neg,
 }

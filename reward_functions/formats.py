@@ -36,8 +36,8 @@ def multiple_choice(completions, answer, choices=None, **columns) -> list[float 
     """Return 1 if the answer, tagged or boxed, names the right choice, else 0; None if the column `answer`
     names no choice.
 
-    "B", "(b)", "**B**", "B) four", "B - four", "Option B" and "答案：B" name choice B; so does its text if
-    the column `choices` is a list of texts. Texts take precedence over letters.
+    "B", "(b)", "**B**", "B) four", "B - four", "Option B" and "答案:B" name choice B; so does its text if the
+    column `choices` is a list of texts. Texts take precedence over letters.
 
     multiple_choice(["<answer>(b)</answer>"], answer=["B"]) == [1.0]
     {"prompt": "2+2? A) 3 B) 4", "answer": "B", "choices": ["3", "4"]}
@@ -99,10 +99,7 @@ def validator(schema) -> Callable:
         return lambda value: True
     import jsonschema
 
-    try:
-        schema = json.loads(schema) if isinstance(schema, str) else schema
-    except ValueError as error:
-        raise ValueError(f"the schema {schema!r:.60} is not JSON: {error}") from None
+    schema = json.loads(schema) if isinstance(schema, str) else schema
     kind = jsonschema.validators.validator_for(schema)
     kind.check_schema(schema)
     return kind(schema).is_valid

@@ -23,7 +23,9 @@ from rewards import text_of
 SECONDS_PER_TEST = 3.0          # for the program itself and one test
 SECONDS_PER_PROGRAM = 10.0      # for one program with all its tests
 CONVERSIONS = {bool, dict, float, frozenset, int, len, list, round, set, sorted, str, sum, tuple}
-DEFINITIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom
+# A name that a line without indentation defines, and such a line that does something else.
+DEFINED = re.compile(r"^(?:(?:async )?def +|class +|(?=\w+ *=))(\w+)", re.MULTILINE)
+STATEMENT = re.compile(r"^(?!(?:async )?def |class |import |from )[^@#)\]}'\"\s]", re.MULTILINE)
 FORMS = "asserts of the forms CALL, CALL == VALUE, not CALL, abs(CALL - VALUE) < EPS or isclose(CALL, VALUE)"
 
 
@@ -56,31 +58,15 @@ def passes_tests(completions, tests, **columns) -> list[float | None]:
 
 
 def program_of(text: str, calls: set[str]) -> str:
-    """Return the program in a completion: of its blocks, those that define what the calls of the tests name,
-    each name as in its last block, and those that only define and import. An example below the program, or an
-    earlier attempt, is no part of it. If no block defines such a name, return all of them.
+    """Return the program in a completion: of its blocks, those that define a name in the calls, each name in
+    the last one, and those that only define and import. This leaves out an example below the program, and
+    earlier attempts. If no block defines such a name, return all blocks.
     """
     names = set(re.findall(r"\w+", " ".join(calls)))
     blocks = fenced_blocks(text, r"python|py\b") or [answer_text(text)]
-    statements = list(map(parse_statements, blocks))
-    last = {name: i for i, block in enumerate(statements) for name in names & names_in(block)}
-    only_define = [block and all(isinstance(one, DEFINITIONS) for one in block) for block in statements]
-    chosen = [block for i, block in enumerate(blocks) if i in last.values() or only_define[i]]
+    last = {name: i for i, block in enumerate(blocks) for name in names.intersection(DEFINED.findall(block))}
+    chosen = [block for i, block in enumerate(blocks) if i in last.values() or not STATEMENT.search(block)]
     return "\n".join(chosen if last else blocks)
-
-
-def parse_statements(code: str) -> list[ast.stmt]:
-    """Return the statements of a program; [] if it is not Python."""
-    with suppress(SyntaxError, ValueError, RecursionError, MemoryError), warnings.catch_warnings():
-        warnings.simplefilter("ignore")                   # of escapes such as "\d"
-        return ast.parse(code).body
-    return []
-
-
-def names_in(statements: list[ast.stmt]) -> set[str]:
-    """Return the names that functions, classes and assignments define."""
-    targets = [target for one in statements if isinstance(one, ast.Assign) for target in one.targets]
-    return {getattr(one, "name", getattr(one, "id", "")) for one in [*statements, *targets]}
 
 
 def fraction_passed(program: str, tests: list[tuple[str, str, str]]) -> float:

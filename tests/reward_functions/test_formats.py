@@ -74,7 +74,7 @@ def test_json_schemas_are_followed_by_the_package(monkeypatch):
         assert reward_functions.json_format(['{"x": 1}'], schema=[schema]) == [0.0] and asked.pop() == {"x": 1}
     validator.is_valid = lambda value: int(value["x"] / 0.01) > 0                # multipleOf, as jsonschema computes it
     assert reward_functions.json_format(['{"x": 1e999}', '{"x": 1}'], schema=[{}, {}]) == [0.0, 1.0]
-    for schema, error in ("{x: 1}", "is not JSON"), ({"broken": 1}, "no schema"):             # a mistake in the data
+    for schema, error in ("{x: 1}", "Expecting property name"), ({"broken": 1}, "no schema"):             # a mistake in the data
         with pytest.raises(Exception, match=error):
             reward_functions.json_format(['{"x": 1}'], schema=[schema])
 

@@ -3,7 +3,6 @@
 import ast
 import math
 import re
-import time
 
 import pytest
 from test_rewards import needs_math_verify

@@ -23,7 +23,7 @@ NUMBERS = [                     # completion, is 72 its answer?, rewards of corr
     (TAGGED.format(LONG, "\\boxed{72}"), 1, 1, 1, 1),
     (TAGGED.format(LONG, "The answer is 72."), 1, 0, 0, 1),
     (TAGGED.format(LONG, "48 + 24 = 72"), 1, 0, 1, 1),
-    (TAGGED.format(LONG, "７２"), 1, 1, 1, 1),
+    (TAGGED.format(LONG, "\uff17\uff12"), 1, 1, 1, 1),
     (TAGGED.format(LONG, "72\u200b"), 1, 1, 1, 1),
     (TAGGED.format(LONG, "\u0667\u0662"), 1, 1, 1, 1),
     (TAGGED.format(LONG, "$72.00"), 1, 1, 1, 1),
@@ -59,7 +59,7 @@ NUMBERS = [                     # completion, is 72 its answer?, rewards of corr
     ("", 0, 0, 0, 0),
     # Thoughts.
     (f"<think>\n{LONG}\n</think>\n\n<answer>72</answer>", 1, 1, 1, 1),
-    (f"<think>\nI write it in <answer></answer> tags.\n</think>\n\n<answer>72</answer>", 1, 1, 1, 1),
+    ("<think>\nI write it in <answer></answer> tags.\n</think>\n\n<answer>72</answer>", 1, 1, 1, 1),
     ("<think>\nMaybe <answer>70</answer>? No.\n</think>\n\n<answer>72</answer>", 1, 1, 1, 1),
     ("<think>\nSo \\boxed{70}? No, 72.\n</think>\n\nThe answer is \\boxed{72}.", 1, 1, 1, 1),
     ("So 48 + 24.\n</think>\n\n**72**", 1, 0, 1, 1),                                   # the template opened the thought
@@ -68,9 +68,9 @@ NUMBERS = [                     # completion, is 72 its answer?, rewards of corr
     ("<think>\n72\n</think>\n\nI could not find it.", 0, 0, 0, 0),
     ("<think>72</think>\\boxed{72}<think>Or 71?", 0, 0, 0, 0),
     # Chinese.
-    ("娜塔莉亚一共卖了72个发夹。答案：72", 1, 0, 0, 1),
+    ("娜塔莉亚一共卖了72个发夹。答案\uff1a72", 1, 0, 0, 1),
     ("所以答案是 $\\boxed{72}$。", 1, 1, 1, 1),
-    ("答案：７２。", 1, 0, 0, 1),
+    ("答案\uff1a\uff17\uff12。", 1, 0, 0, 1),
 ]
 
 
@@ -84,7 +84,7 @@ def test_the_number_that_a_completion_ends_with():
 
 @pytest.mark.parametrize("text,points", [
     ("<answer>(B)</answer>", 1), ("\\boxed{B}", 1), ("The best option is $\\boxed{\\text{B}}$.", 1), ("<answer>B. Bern</answer>", 1), ("<answer>Bern</answer>", 1),
-    ("<answer>（B）</answer>", 1), ("<answer>答案：B</answer>", 1), ("\\boxed{选项B}", 1), ("<think>A? B?</think>\\boxed{B}", 1),
+    ("<answer>\uff08B\uff09</answer>", 1), ("<answer>答案\uff1aB</answer>", 1), ("\\boxed{选项B}", 1), ("<think>A? B?</think>\\boxed{B}", 1),
     ("<think>\\boxed{B}", 0), ("<answer>A or B</answer>", 0), ("\\boxed{A}", 0), ("\\boxed{A}, \\boxed{B}, \\boxed{C}", 0), ("The answer is B.", 0),      # neither tags nor a box
 ])
 def test_the_choice_that_a_completion_ends_with(text, points):
@@ -123,7 +123,7 @@ def test_the_program_in_a_completion():
 
 @pytest.mark.parametrize("text,points", [
     ("<think>\n3*4 is 12\n</think>\n<answer>(3*4)+7</answer>", 1), ("So the expression is \\boxed{3*4+7}.", 1), ("<think>\n<answer>3*4+7</answer>", 0),
-    ("<answer>3*4+7 = 19</answer>", 0), ("<answer>3 × 4 + 7</answer>", 0),
+    ("<answer>3*4+7 = 19</answer>", 0), ("<answer>3 \u00d7 4 + 7</answer>", 0),
 ])
 def test_the_expression_in_a_completion(text, points):
     assert reward_functions.countdown([text], numbers=["[7, 3, 4]"], target=["19"]) == [points]
