@@ -135,21 +135,21 @@ def calculate(expression: str) -> str:
     """
     if len(expression) > MAX_CHARACTERS:
         raise ValueError(f"more than {MAX_CHARACTERS} characters")
-    result = value_of(ast.parse(expression.strip(), mode="eval").body)
+    result = compute(ast.parse(expression.strip(), mode="eval").body)
     if isinstance(result, complex):
         raise ValueError("not a real number")
     return str(result) if isinstance(result, int) else f"{result:.12g}"
 
 
-def value_of(node: ast.expr) -> float:
+def compute(node: ast.expr) -> float:
     """Evaluate an expression from its syntax tree. No code is run."""
     match node:
         case ast.Constant(int() | float() as number) if not isinstance(number, bool):
             return number
         case ast.UnaryOp(op, operand) if type(op) in CALCULATOR_OPERATORS:
-            return CALCULATOR_OPERATORS[type(op)](value_of(operand))
+            return CALCULATOR_OPERATORS[type(op)](compute(operand))
         case ast.BinOp(left, op, right) if type(op) in CALCULATOR_OPERATORS:
-            return CALCULATOR_OPERATORS[type(op)](value_of(left), value_of(right))
+            return CALCULATOR_OPERATORS[type(op)](compute(left), compute(right))
     raise ValueError("only numbers with + - * / // % ** and parentheses")
 
 
