@@ -105,7 +105,8 @@ class GRPOConfig:
     num_completions_per_prompt: int = flag(4, "G, the group size: completions per prompt", ge=2, le=2**16)
     generation_max_length: int = flag(256, "longest completion, in tokens", gt=0)
     generation_temperature: float = flag(
-        0.8, "divides the logits, in sampling and training; 0: greedy, for evaluation only", ge=0)
+        1.0, "divides the logits, in sampling and training; 1: the model's own distribution; 0: greedy, for "
+        "evaluation only", ge=0)
     reward_functions: list[str] = flag(list(DEFAULT_REWARDS), "built-in names, or path/to/file.py:function")
     reward_weights: list[float] = flag(
         [], "weight of each reward function; empty: 1 each, or 1 0.2 0.1 for the default functions")
@@ -121,13 +122,15 @@ class GRPOConfig:
         "with cispo and scale_rl", ge=0)
     ppo_epochs: int = flag(1, "epochs of updates on each rollout", gt=0)
     minibatch_size: int = flag(0, "completions per optimiser step; 0: the whole rollout", ge=0)
-    use_kl_penalty: bool = flag(True, "penalise the KL to a reference, by default the initial policy")
+    use_kl_penalty: bool = flag(
+        False, "penalise the KL to a reference, by default a copy of the initial policy in memory; DAPO, "
+        "Dr. GRPO and TRL train without one")
     kl_penalty_coef: float = flag(
         0.01, "weight of the KL penalty, in units of advantage per nat; 0: no penalty, no reference", ge=0)
 
     # Sampling
-    generation_top_p: float = flag(0.9, "keep likely tokens up to this total probability; 1: all", gt=0, le=1)
-    generation_top_k: int = flag(50, "keep this many of the most likely tokens; 0: all", ge=0)
+    generation_top_p: float = flag(1.0, "keep likely tokens up to this total probability; 1: all", gt=0, le=1)
+    generation_top_k: int = flag(0, "keep this many of the most likely tokens; 0: all", ge=0)
     generation_min_p: float = flag(
         0.0, "keep tokens at least this many times as likely as the likeliest one; applied first, before "
         "top_k and then top_p; 0: all", ge=0, lt=1)
@@ -279,7 +282,9 @@ class TrainingConfig:
     cold_start_accuracy: float = flag(
         1.0, "held-out accuracy that ends the cold start; if below 1, evaluate every eval_steps / 3 steps")
     cold_start_learning_rate: float = flag(5e-5, "peak learning rate of the cold start", ge=0, le=0.1)
-    learning_rate: float = flag(5e-6, "peak learning rate", ge=0, le=0.1)
+    learning_rate: float = flag(
+        0.0, "peak learning rate; 0: 1e-6 for GRPO, as in most papers, and 1e-5 for supervised training; ten "
+        "times as much with lora_rank", ge=0, le=0.1)
     lr_schedule: Literal["constant", "linear", "cosine"] = flag(
         "cosine", "learning-rate schedule after the warm-up")
     warmup_ratio: float = flag(0.1, "share of a phase's steps with a rising learning rate", ge=0, le=1)
@@ -345,6 +350,12 @@ class Config:
         """Return the number of optimiser steps on each rollout."""
         size = self.rollout_size
         return self.grpo.ppo_epochs * math.ceil(size / (self.grpo.minibatch_size or size))
+
+    @property
+    def peak_learning_rate(self) -> float:
+        """Return the peak learning rate of the last phase: --learning_rate, or its default."""
+        default = (1e-6 if self.training.use_grpo else 1e-5) * (10 if self.model.lora_rank else 1)
+        return self.training.learning_rate or default
 
     @property
     def flags(self) -> dict[str, Any]:
@@ -499,18 +510,16 @@ SECTIONS = tuple(f.type for f in dataclasses.fields(Config))
 FLAGS = {f.name: f for section in SECTIONS for f in dataclasses.fields(section)}
 DEFAULTS = Config().flags       # flag -> its default
 
-BUILT_IN = dict(                # for the built-in model
-    num_completions_per_prompt=4, generation_max_length=40, generation_temperature=1.0, generation_top_k=0,
-    generation_top_p=1.0, warmup_ratio=0.1)
+BUILT_IN = dict(generation_max_length=40)       # for the built-in model
 # Values that replace defaults; flags replace both. Without a model_path the default profile is demo, or
 # demo_supervised without use_grpo. The last three are ordered from small to large learning rates.
 PROFILES: dict[str, dict[str, Any]] = {
     "demo": BUILT_IN | dict(
-        use_kl_penalty=False, cold_start_steps=300, cold_start_accuracy=0.33, cold_start_learning_rate=1e-3,
+        cold_start_steps=300, cold_start_accuracy=0.33, cold_start_learning_rate=1e-3,
         batch_size=64, num_epochs=1.6, learning_rate=4e-4, eval_steps=15, save_steps=100),
     "guess_letter": BUILT_IN | dict(
         dataset="guess_letter", environment="guess_letter", max_turns=4, reward_functions=["environment"],
-        use_kl_penalty=False, use_value_head=True, cold_start_steps=200, cold_start_learning_rate=2e-3,
+        use_value_head=True, cold_start_steps=200, cold_start_learning_rate=2e-3,
         batch_size=32, num_epochs=3, learning_rate=5e-4, eval_steps=40, save_steps=100),
     "demo_supervised": BUILT_IN | dict(batch_size=32, learning_rate=2e-3, eval_steps=100, save_steps=200),
     "conservative": dict(

@@ -37,7 +37,6 @@ def find_problems(tenths: list[dict], right: str, flags: dict) -> list[str]:
     goal = right or "mean_reward"
     improves = end[goal] - start[goal] > 0.05 * abs(start[goal])
     lost = max(0.05, 0.5 * abs(best), 0.5 * (best - start["mean_reward"]))       # of reward
-    zero_variance = end["zero_variance_groups"]
     # Functions are assumed to return 0 to 1, or -1 to 0 if mean_reward was never above 0, unless mean_reward
     # was outside of that range.
     weights = flags["reward_weights"] or [1.0] * len(flags["reward_functions"])
@@ -45,20 +44,14 @@ def find_problems(tenths: list[dict], right: str, flags: dict) -> list[str]:
     highest = max(sum(weight for weight in weights if weight > 0), *known, 0)
     if known and max(known) <= 0 and min(known) < 0:
         lowest, highest = min(lowest, lowest - highest), 0
-    mostly_right = reward > (lowest + highest) / 2
-    if right:
-        mostly_right = end["zero_variance_right_groups"] > zero_variance / 2
     fewer_right = max(0.02, 0.2 * start[right])           # fall of the share in reward hacking
     longer = end["completion_tokens"] > 1.5 * start["completion_tokens"] and not improves
-    remedy = ("use easier problems, a reward function with partial credit, more --cold_start_steps or more "
-              "--num_completions_per_prompt")
-    if mostly_right:
-        remedy = (f"in most of them all completions are right (mean_reward {reward:.2f}): use harder "
-                  "problems, or --dynamic_sampling 3")
+    mostly_right = math.nan if right else float(reward > (lowest + highest) / 2)
+    no_signal = cause_of_no_signal(end | {"mostly_right": mostly_right}, flags)
     higher_kl = f"a higher --kl_penalty_coef (now {flags['kl_penalty_coef']})"
     smaller_updates = (
-        f"use a lower --learning_rate (now {flags['learning_rate']}), fewer --ppo_epochs (now "
-        f"{flags['ppo_epochs']}) or {higher_kl if flags['use_kl_penalty'] else '--use_kl_penalty'}")
+        f"use a lower --learning_rate (now {flags['learning_rate'] or 'the default'}), fewer --ppo_epochs "
+        f"(now {flags['ppo_epochs']}) or {higher_kl if flags['use_kl_penalty'] else '--use_kl_penalty'}")
     rules = [
         ("not_finite", end["skipped"] > 0,
          f"updates that were not finite were skipped, and their batches are in skipped.jsonl: "
@@ -78,14 +71,44 @@ def find_problems(tenths: list[dict], right: str, flags: dict) -> list[str]:
         ("entropy", end["entropy"] < 0.5 * start["entropy"] and not improves,
          f"entropy fell {course('entropy')} nat/token, but no more completions are right: "
          f"{smaller_updates} or --entropy_coef 0.01"),
-        ("ties", zero_variance > 0.7 and not flags["use_value_head"],
-         f"{zero_variance:.0%} of the groups have zero variance (equal rewards), so their advantages are 0: "
-         f"{remedy}"),
-        ("truncation", end["truncated"] > 0.3 and not longer,
-         f"{end['truncated']:.0%} of the completions are truncated: raise --generation_max_length (now "
-         f"{flags['generation_max_length']})"),
+        ("no_signal", no_signal and not (longer and end["truncated"] > 0.3), no_signal),
     ]
     return [f"{name}: {advice}" for name, holds, advice in rules if holds]
+
+
+def cause_of_no_signal(
+    metrics: dict, flags: dict, right: dict[str, int] | None = None, seen: str = ""
+) -> str:
+    """Return why completions teach nothing, with the flag to change; "" if they teach.
+
+    A cause comes before its symptoms: completions that are cut have no answer, and equal rewards.
+
+    metrics  of GRPO steps, as in metrics.jsonl;  flags  the settings by name
+    right    number of right completions by reward function, those that were not chosen too; None: not known
+    seen     what the completions contain, such as "11 of 16 end with \\boxed{}"
+    """
+    cut, equal = metrics["truncated"], metrics["zero_variance_groups"]
+    limit, right = flags["generation_max_length"], right or {}
+    if cut > 0.3:
+        longer = f"--generation_max_length {2 * limit}"
+        return f"{cut:.0%} of the completions were cut at {limit} tokens: {longer}"
+    if not equal > 0.7 or flags["use_value_head"]:
+        return ""
+    if flags["environment"] and metrics.get("turns", math.nan) <= 1:
+        return "no completion was answered by the environment: it read no call or guess in any of them"
+    chosen = next((name for name in flags["reward_functions"] if name in right), "")
+    best = max(right, key=right.get, default="")
+    if chosen and right[chosen] == 0 and right[best] > 0:
+        return f"none is right by {chosen} ({seen}), {right[best]} by {best}: --reward_functions {best}"
+    if chosen and right[chosen] == 0 and seen:
+        return (f"none is right by {chosen} ({seen}): ask for the form of the answer by --instruction, or "
+                "use easier problems")
+    text = f"{equal:.0%} of the groups have zero variance (equal rewards), so their advantages are 0: "
+    mostly_right = metrics.get("mostly_right", math.nan)
+    if mostly_right == 1 or metrics["zero_variance_right_groups"] > equal / 2:
+        return f"{text}all completions are right in most: use harder problems, or --dynamic_sampling 3"
+    return (f"{text}use easier problems, a reward function with partial credit, more --cold_start_steps or "
+            "more --num_completions_per_prompt")
 
 
 def diagnose(lines: list[dict], flags: dict) -> list[str]:

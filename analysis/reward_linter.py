@@ -9,6 +9,7 @@ from collections.abc import Callable
 from itertools import islice
 
 from data import as_text, demonstration
+from experience import Groups
 from reward_functions.answers import as_list
 from rewards import as_number, text_of
 from runs.groups import Scoring, score
@@ -49,10 +50,12 @@ def completions_of(example: dict, other: dict | None = None) -> dict[str, str]:
 
 
 def lint(
-    functions: list[Callable], grpo_config, examples: list[dict], model, tokenizer
+    functions: list[Callable], grpo_config, examples: list[dict], model, tokenizer,
+    sampled: Groups | None = None,
 ) -> tuple[list[str], list[str]]:
     """Score the kinds of completions of examples as a run with this GRPOConfig scores sampled completions.
 
+    sampled  groups of the model, for another column
     returns  the lines of the table (mean rewards by function and kind), and warnings about their sum
     raises   ValueError if no completion is scored
     """
@@ -63,11 +66,14 @@ def lint(
             rows.append(example | {"completion": text})
     rollout = demonstrations_as_rollout(model, tokenizer, rows)
     groups = score(rollout, rows, Scoring(functions, grpo_config.weights), grpo_config)
-    table = [f"| reward | {' | '.join(KINDS)} |", "|---" * (len(KINDS) + 1) + "|"]
+    columns = [*KINDS, *(["model"] if sampled else [])]
+    table = [f"| reward | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+    of_model = sampled.per_function | {"total": sampled.scores} if sampled else {}
     for name, values in (groups.per_function | {"total": groups.scores}).items():            # (rows, 1)
         means = {kind: float(values[[k == kind for k in kinds]].nanmean()) for kind in KINDS}
         means = {kind: mean for kind, mean in means.items() if not math.isnan(mean)}
-        cells = [f"{means[kind]:.2f}" if kind in means else "" for kind in KINDS]
+        shown = means | ({"model": float(of_model[name].nanmean())} if sampled else {})
+        cells = [f"{shown[kind]:.2f}".replace("nan", "") if kind in shown else "" for kind in columns]
         table.append(f"| `{name}` | {' | '.join(cells)} |")
     return table, flags_of(means)
 
@@ -110,13 +116,12 @@ def doubtful_answers(examples: list[dict]) -> list[str]:
             for kind, found in kinds.items() if found]
 
 
-def print_rewards(run) -> None:
+def print_rewards(run, sampled: Groups | None = None) -> None:
     """Print the table of a run, unless it has conversations or trains on a teacher without rewards."""
     names = run.config.grpo.reward_functions
     if run.reward_functions and not run.environment and names != ["none"]:
         examples = list(islice(run.train_set, EXAMPLES))
         table, flags = lint(
-            run.reward_functions, run.config.grpo, examples, run.policy.model, run.policy.tokenizer)
+            run.reward_functions, run.config.grpo, examples, run.policy.model, run.policy.tokenizer, sampled)
         flags += doubtful_answers(run.train_set)
         run.console.print("\n".join([*table, *(f"- {flag}" for flag in flags)]))
-    run.console.print("the model and the sampler agree: the start-up check has passed")

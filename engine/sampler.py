@@ -32,7 +32,7 @@ KEPT_TOKENS = defaultdict(int, cuda=2**14)
 
 def sample_sharing_prompts(
     model, tokenizer, prompts: list, config, *, seed: int | Sequence, num_completions: int | None = None,
-    reply: Callable | None = None,
+    reply: Callable | None = None, on_tokens: Callable | None = None,
 ) -> Rollout:
     """Sample as sample_completions_for_prompts, within use_prefix_attention(model).
 
@@ -57,6 +57,8 @@ def sample_sharing_prompts(
                 active = state.active_rows(active + new_rows)             # a completion may be a single token
             else:
                 active = decode(active, state, cache, group_size, waiting=bool(queue))
+            if on_tokens:
+                on_tokens(int(state.count.max()), len(active))
     return make_rollout(tokenizer, encoded, distribution, *state.results())
 
 

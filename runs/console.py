@@ -6,6 +6,7 @@ Texts of models and data sets are printed with repr(), so that their characters 
 
 import math
 import re
+import time
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -22,10 +23,10 @@ UNITS = {                       # the console line: metric -> label, in order of
     "reward/correctness": "correct {:.0%}",
     "skipped": "skipped {} not finite",
     "unscored": "unscored {:.0%}",
+    "truncated": "cut {:.0%}",  # before its symptoms
     "zero_variance_groups": "zero-var {:.0%}",
     "kl": "kl {:.4f}",
     "entropy": "entropy {:.2f}",
-    "truncated": "cut {:.0%}",
     "completion_tokens": "len {:.0f}",
     "turns": "{:.1f} turns",
     "grad_norm": "grad {:.2f}",
@@ -34,6 +35,7 @@ MAIN_SETTINGS = [               # printed for GRPO
     "num_completions_per_prompt", "generation_max_length", "generation_temperature", "generation_top_p",
     "generation_top_k", "use_kl_penalty", "kl_penalty_coef", "learning_rate",
 ]
+SILENCE = 20                    # seconds without a line, after which sampling prints one
 PHASES = {"cold_start": "after the cold start", "grpo": "after GRPO", "supervised": "after training"}
 
 
@@ -43,8 +45,15 @@ class RunConsole:
     def __init__(self, config: Config, quiet: bool):
         self.config = config
         self.rich = Console(soft_wrap=True, highlight=False, quiet=quiet)
+        self.last_line = time.monotonic()
+
+    def on_tokens(self, num_tokens: int, num_rows: int) -> None:
+        """Print a line if sampling takes long: see SILENCE."""
+        if time.monotonic() - self.last_line > SILENCE:
+            self.print(f"  sampling: {num_tokens} tokens, {num_rows} completions are not finished")
 
     def print(self, text: str = "") -> None:
+        self.last_line = time.monotonic()
         with suppress(SystemExit):                        # rich raises it in `train.py | head`
             self.rich.print(text, markup=False, emoji=False)
 
@@ -52,7 +61,8 @@ class RunConsole:
         """Print the settings, the model, the data and the rewards, and the length of each phase."""
         training, config = self.config.training, self.config
         if training.use_grpo:
-            settings = ", ".join(f"{name} {config.flags[name]}" for name in MAIN_SETTINGS)
+            shown = config.flags | {"learning_rate": config.peak_learning_rate}
+            settings = ", ".join(f"{name} {shown[name]}" for name in MAIN_SETTINGS)
             self.print(f"profile {training.profile or 'none'}: {settings}")
         size, trained = model.num_parameters() / 1e6, model.num_parameters(only_trainable=True) / 1e6
         name, count = config.model.model_path or "built-in tiny Gemma 3", num_processes()
@@ -65,8 +75,6 @@ class RunConsole:
             self.print("rewards " + ", ".join(f"{name} x {weight:g}" for name, weight in weighted))
         if config.data.instruction:
             self.print(f"instruction, before every prompt: {config.data.instruction!r}")
-        limit = training.max_tokens_per_forward
-        self.print(f"forward passes of up to {limit} tokens (--max_tokens_per_forward)")
         for phase in phases:
             rows = config.rollout_size if phase.name == "grpo" else training.batch_size
             amount = f"{training.batch_size} prompts, {rows} completions"

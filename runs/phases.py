@@ -39,14 +39,14 @@ def plan_phases(config: Config, num_examples: int) -> list[Phase]:
     limit, every = training.max_steps or math.inf, training.eval_steps
     rollouts = math.ceil(training.num_epochs * num_examples / training.batch_size)
     if not training.use_grpo:
-        return [Phase("supervised", int(min(limit, rollouts)), training.learning_rate, every)]
+        return [Phase("supervised", int(min(limit, rollouts)), config.peak_learning_rate, every)]
     cold_start_steps = int(min(limit, training.cold_start_steps))
     often = math.ceil(every / 3) if training.cold_start_accuracy < 1 else every
     cold_start = Phase(
         "cold_start", cold_start_steps, training.cold_start_learning_rate, often,
         end_accuracy=training.cold_start_accuracy)
     steps = int(min(limit, rollouts * config.updates_per_rollout))
-    grpo_phase = Phase("grpo", steps, training.learning_rate, every)
+    grpo_phase = Phase("grpo", steps, config.peak_learning_rate, every)
     return [cold_start, grpo_phase] if cold_start_steps else [grpo_phase]
 
 

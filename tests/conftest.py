@@ -189,8 +189,8 @@ def shared(model, tokenizer):
 
 @pytest.fixture
 def settings():
-    """The defaults (temperature 0.8, top-p 0.9, top-k 50), with short completions."""
-    return GRPOConfig(generation_max_length=12)
+    """Short completions from a truncated distribution."""
+    return GRPOConfig(generation_max_length=12, generation_temperature=0.8, generation_top_p=0.9, generation_top_k=50)
 
 
 PROMPTS = ["1+1=?", "a somewhat longer prompt than the first", "é", "a somewhat longer prompt than the first"]

@@ -58,7 +58,7 @@ def test_a_phase_is_as_many_steps_long_as_its_epochs_have_updates():
 
 def test_defaults_are_those_of_the_fields_and_a_profile_is_named():
     plain = Config(training=TrainingConfig(use_grpo=True))
-    assert plain == Config.of(use_grpo=True) and plain.grpo == GRPOConfig() and plain.training.learning_rate == 5e-6
+    assert plain == Config.of(use_grpo=True) and plain.grpo == GRPOConfig() and (plain.training.learning_rate, plain.peak_learning_rate) == (0.0, 1e-6)
     assert Config.from_profile("demo", use_grpo=True) == parse_config(["--use_grpo"])
     assert parse_config([]) == Config.from_profile("demo_supervised")
     config = Config.from_profile("conservative", use_grpo=True, num_completions_per_prompt=4, batch_size=4)
@@ -112,7 +112,7 @@ def test_settings_of_a_run_are_read_as_data_whatever_they_begin_with(name, value
 
 def test_incompatible_flags_are_rejected_with_the_values_of_the_profile():
     with pytest.raises(ValueError, match="--kl_estimator=k1"):                   # that of conservative is in the loss
-        Config.from_profile("conservative", use_grpo=True, kl_estimator="k1")
+        Config.from_profile("conservative", use_grpo=True, use_kl_penalty=True, kl_estimator="k1")
     assert Config.from_profile("guess_letter", use_grpo=True, max_turns=3).grpo.environment == "guess_letter"
 
 

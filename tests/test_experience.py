@@ -262,7 +262,7 @@ def test_the_ratio_of_ratio_k3_is_capped_by_importance_cap_with_its_gradient_and
     before = logp.detach() - moved
     every = torch.ones(1, 5)
     made = Batch(
-        None, torch.arange(1), every.bool(), every, every, old_logp=before - 9, trainer_logp=before, lengths=None, finished=None,
+        None, torch.arange(1), every.bool(), every, every, before - 9, old_logp=before - 9, trainer_logp=before, lengths=None, finished=None,
         reference_logp=logp.detach() + x)
     kl = sampled_kl(logp, made, GRPOConfig(use_kl_penalty=True, importance_cap=cap))
     (gradient,) = torch.autograd.grad(kl.sum(), logp)

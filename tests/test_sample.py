@@ -305,11 +305,11 @@ def vllm(monkeypatch):
 def test_an_engine_fills_the_same_rollout(model, tokenizer, vllm):
     policies = [DevicePolicy(model, tokenizer) for _ in range(2)]
     engine, again = map(Scripted, policies)
-    config = GRPOConfig(engine="vllm", num_completions_per_prompt=4, generation_max_length=3, generation_temperature=0.5)
+    config = GRPOConfig(engine="vllm", num_completions_per_prompt=4, generation_max_length=3, generation_temperature=0.5, generation_top_k=50)
     rollout = policies[0].sample(PROMPTS, config, seeds=0)
     (request,) = engine.requests
     assert request["prompts"] == [encode_prompt(tokenizer, prompt) for prompt in PROMPTS] and request["n"] == 4
-    assert rollout.distribution == request["distribution"] == dict(temperature=0.5, top_k=50, top_p=0.9, min_p=0.0) and request["max_tokens"] == [3] * len(PROMPTS)
+    assert rollout.distribution == request["distribution"] == dict(temperature=0.5, top_k=50, top_p=1.0, min_p=0.0) and request["max_tokens"] == [3] * len(PROMPTS)
     assert len(set(request["seeds"])) == len(PROMPTS)
     assert rollout.completion_mask.sum(dim=1).tolist() == [1, 2, 3, 3] * len(PROMPTS)
     assert rollout.finished.tolist() == [True, True, True, False] * len(PROMPTS)         # the last met the limit

@@ -58,13 +58,16 @@ GENERATED = {                   # lines, the findings, words in the first one
                                  "reward/reasoning_coherence": 0.3 + t / 60}), ["reward_hacking"], "reward/correctness fell from 0.5"),
     "no group has a gradient": (
         changed(lambda t, line: {"zero_variance_groups": 1.0, "zero_variance_right_groups": 0.0, "entropy": None, "reward/correctness": 0.0, "mean_reward": 0.3},
-                start=0.02, end=0.0), ["ties"], "use easier problems"),
-    "nearly all are right": (healthy(2, 300, 0.3, 1.0), ["ties"], "are right (mean_reward 1.27): use harder problems"),
-    "NaN from the start": ([{"skipped": 1, "mean_reward": 0.5}] * 12, ["not_finite"], "--learning_rate (now 5e-06)"),
+                start=0.02, end=0.0), ["no_signal"], "use easier problems"),
+    "nearly all are right": (healthy(2, 300, 0.3, 1.0), ["no_signal"], "all completions are right in most: use harder problems"),
+    "NaN from the start": ([{"skipped": 1, "mean_reward": 0.5}] * 12, ["not_finite"], "--learning_rate (now the default)"),
     "a reward that scores nothing": ([{"unscored": 1.0, "mean_reward": None}] * 20, ["unscored"], "reward_errors.jsonl"),
     "a short limit": (
-        [line | {"truncated": 0.6, "completion_tokens": 200.0} for line in healthy(3, start=0.5, end=0.5)], ["truncation"],
-        "raise --generation_max_length (now 256)"),
+        [line | {"truncated": 0.6, "completion_tokens": 200.0} for line in healthy(3, start=0.5, end=0.5)], ["no_signal"],
+        "60% of the completions were cut at 256 tokens: --generation_max_length 512"),
+    "a short limit, so that no answer is right": (
+        [line | {"truncated": 0.9, "zero_variance_groups": 1.0, "zero_variance_right_groups": 0.0, "reward/correctness": 0.0,
+                 "mean_reward": 0.0, "completion_tokens": 250.0, "entropy": 1.0} for line in healthy(3)], ["no_signal"], "90% of the completions were cut"),
 }
 
 
@@ -85,7 +88,7 @@ def test_nothing_is_found_where_nothing_is_known_or_before_ten_rollouts():
     assert diagnose([{"phase": "supervised", "loss": 1.0}], flags_of()) == []
 
 
-def test_ties_are_usual_with_a_value_head_and_a_run_with_a_teacher_alone_is_not_judged():
+def test_equal_rewards_are_usual_with_a_value_head_and_a_run_with_a_teacher_alone_is_not_judged():
     assert findings(GENERATED["nearly all are right"][0], use_value_head=True) == {}
     assert findings(GENERATED["entropy x 0.97 a rollout"][0], reward_functions=["none"], use_kl_penalty=True, reference_path="teacher") == {}
 
@@ -97,7 +100,7 @@ def test_ties_are_usual_with_a_value_head_and_a_run_with_a_teacher_alone_is_not_
 def test_equal_rewards_near_the_top_of_their_range_ask_for_harder_problems(rewards, weights, advice):
     flags = dict(reward_functions=["mine.py:own"] * max(1, len(weights)), reward_weights=weights)
     lines = [{"mean_reward": reward, "zero_variance_groups": 1.0} for reward in (rewards if isinstance(rewards, tuple) else [rewards]) for _ in range(10)]
-    assert f"use {advice} problems" in findings(lines, **flags)["ties"]
+    assert f"use {advice} problems" in findings(lines, **flags)["no_signal"]
 
 
 def test_entropy_may_fall_and_completions_may_grow_where_more_are_right():

@@ -89,7 +89,7 @@ def test_the_page_has_curves_findings_settings_and_groups(tmp_path, monkeypatch,
     assert course.startswith("mean_reward 0.33 -> ") and finding.startswith("not_finite: ")
     cells = page.texts[page.texts.index("default") + 1 : page.texts.index("Groups of the last steps in rollouts.jsonl")]
     rows = dict(zip(cells[::3], zip(cells[1::3], cells[2::3], strict=True), strict=True))
-    assert rows["--learning_rate"] == ("0.05", "5e-06") and rows["--of_a_later_version"] == ('["a", 7]', "null")
+    assert rows["--learning_rate"] == ("0.05", "0.0") and rows["--of_a_later_version"] == ('["a", 7]', "null")
     assert rows["--use_grpo"] == ("true", "false") and not {"--ppo_epochs", "--resume"} & set(rows)
     groups = page.texts[page.texts.index("step 6") :]
     assert groups[:4] == ["step 6", "step 6, group 1", "prompt 1",

@@ -112,7 +112,8 @@ def test_check_prints_the_table_in_the_docs(capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     train.main(command.split())
     table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
-    assert len(table) > 5 and "\n".join(table) in page
+    assert table[0].endswith("| newline | model |"), "the last column is of a model, and not in the page"
+    assert len(table) > 5 and "\n".join(re.sub(r"[^|]*\|$", "", line) for line in table) in page
 
 
 @pytest.mark.parametrize("answer,prompt,words", [
@@ -136,7 +137,7 @@ def test_check_scores_as_many_examples_as_it_says_and_none_of_conversations(caps
         "def count(completions, **columns):\n    print('called with', len(completions))\n    return [0.0] * len(completions)\n"
         "def fussy(completions, **columns):\n    raise KeyError('level')\n")
     printed = check(capsys, tmp_path, "--reward_functions", f"{tmp_path}/own.py:count")
-    assert printed.count("called with") == 1 and f"called with {6 * EXAMPLES}\n" in printed and printed.endswith("the start-up check has passed\n")
+    assert printed.count("called with") == 3 and f"called with {6 * EXAMPLES}\n" in printed and "the start-up check has passed\n" in printed
     (tmp_path / "data.jsonl").write_text('{"prompt": "2*2?\\nA. 3\\nB. 4", "answer": "4"}\n' * 20)
     assert "- 20 of 20 answers are numbers while" in check(capsys, tmp_path, "--dataset", f"{tmp_path}/data.jsonl", "--eval_limit", "0", "--cold_start_steps", "0")
     assert "| reward |" not in check(capsys, tmp_path, *"--environment calculator --max_turns 2 --reward_functions environment".split())

@@ -285,8 +285,8 @@ def test_metrics_and_records_tell_the_tokens_of_the_policy_from_those_of_the_env
     assert found == pytest.approx({"turns": sum(turns) / len(turns), "environment_tokens": float(given.float().mean())})
     assert found["environment_tokens"] > 1 and describe_conversations(replace(rollout, turn_points=None)) == {}
     experience = SimpleNamespace(
-        examples=[{"prompt": prompt} for prompt in PROMPTS + CHATS], table=SimpleNamespace(rollout=rollout), groups=None,
-        advantages=rollout.turn_points, by_token=False)
+        examples=[{"prompt": prompt} for prompt in PROMPTS + CHATS], groups=None,
+        table=SimpleNamespace(rollout=rollout, advantages=rollout.turn_points, by_token=False))
     for row, record in enumerate(completion_records(experience)):
         assert record["sampling_logp"].count(None) == given[row] and len(record["completion_ids"]) - record["tokens"] == given[row]
         assert sum(record["turn_points"]) == pytest.approx(float(rollout.turn_points[row].sum()))

@@ -39,7 +39,7 @@ def test_help_begins_with_three_examples_that_parse_and_shows_the_flags(program,
             parse(words)
     if names:
         assert set(re.findall(r"^  --(\w+)", printed, re.MULTILINE)) == names | {"help_all"}
-        assert re.search(r"\nOptimiser:\n  --learning_rate float +peak learning rate \[5e-06\]\n", printed)
+        assert re.search(r"\nOptimiser:\n  --learning_rate float +peak learning rate; 0: 1e-6 ", printed)
 
 
 def test_flags_may_be_written_with_hyphens_and_booleans_as_words():

@@ -1,0 +1,139 @@
+"""
+First contact with a model: what it writes, what reward functions read of it, and how long a run takes.
+
+`train.py --check` prints all of it; a run prints why a rollout teaches nothing, once.
+"""
+
+import math
+import re
+import time
+from dataclasses import replace
+from datetime import timedelta
+
+from analysis.doctor import cause_of_no_signal
+from analysis.reward_linter import print_rewards
+from config import Config
+from data import as_text
+from engine.devices import peak_memory_gb
+from experience import Groups
+from grpo import compute_group_advantages
+from reward_functions.calling import missing_columns
+from reward_functions.loading import load_reward_function
+from rewards import text_of
+from runs.groups import SUCCESS, Scoring, conversation_sampler, score, summarize_sampling
+
+PROMPTS, COMPLETIONS = 4, 4     # of --check
+SECONDS = 120                   # the limit of sampling on a CPU: then completions are shorter
+CALIBRATION = 8                 # tokens that are sampled first, for an estimate of the time
+FORMS = {                       # how models mark answers: what is printed, and the text that shows it
+    "<answer> tags": re.compile(r"<answer>.*</answer>", re.DOTALL), "\\boxed{}": re.compile(r"\\boxed\{"),
+    "a number in the last line": re.compile(r"\d[^\n]*\s*\Z"),
+}
+
+
+def check(run) -> None:
+    """Print what a user has to know about a Run before it begins; see print_rewards for the table."""
+    has_rewards = run.reward_functions and run.config.grpo.reward_functions != ["none"]
+    groups = sample_and_describe(run) if has_rewards else None
+    print_rewards(run, groups)
+    run.console.print("the model and the sampler agree: the start-up check has passed")
+    if groups:
+        counts = counts_of_right(groups, run.config)
+        of = f"right, of {len(groups.rollout.completions)}: "
+        run.console.print(of + (", ".join(f"{name} {n}" for name, n in counts.items()) or "not known"))
+        cause = cause_of(groups, run.config) or "rewards differ within groups: there is something to learn"
+        is_first = run.phases[0].name == "grpo"
+        run.console.print(cause if is_first else "a cold start comes first, so completions will change")
+
+
+def sample_and_describe(run) -> Groups:
+    """Sample some completions of a Run's first prompts. Print one, and the time and memory of the run."""
+    config, policy, notify = run.config, run.policy, run.console.print
+    device, limit = policy.model.device, config.grpo.generation_max_length
+
+    def sample(num_prompts: int, num_completions: int, limit: int) -> tuple[Groups, float]:
+        started = time.perf_counter()
+        grpo_config = replace(config.grpo, generation_max_length=limit)
+        examples = run.train_set[:num_prompts]
+        groups = sample_and_score(policy, examples, grpo_config, run.scoring, num_completions)
+        return groups, time.perf_counter() - started
+
+    notify("sampling, at most two minutes on a CPU")
+    short = min(limit, CALIBRATION)
+    of_token = sample(config.training.batch_size, config.grpo.num_completions_per_prompt, short)[1] / short
+    shorter = min(limit, max(short, int(SECONDS / of_token))) if device.type == "cpu" else limit
+    groups, _ = sample(PROMPTS, COMPLETIONS, shorter)
+    rollout, mask = groups.rollout, groups.rollout.completion_mask
+    prompt = policy.tokenizer.decode(rollout.prompt_ids[0][rollout.prompt_mask[0]])
+    notify(f"the first prompt, as it is tokenised: {prompt!r}")
+    notify(f"its first completion, {int(mask[0].sum())} tokens: {as_text(rollout.completions[0])!r}")
+    if shorter < limit:
+        notify(f"  note   here completions were cut at {shorter} tokens to save time, not at {limit}")
+    started = time.perf_counter()
+    policy.log_probs(rollout)
+    of_row = 3 * (time.perf_counter() - started) / len(mask)         # backward takes two forward passes
+    of_sampling = of_token * mask.shape[1] * (limit / shorter)       # up to the longest completion
+    notify(time_of_run(run, of_sampling, of_row))
+    notify(f"peak memory so far {peak_memory_gb(device):.1f} GB")
+    return groups
+
+
+def sample_and_score(
+    policy, examples: list[dict], grpo_config, scoring: Scoring, num_completions: int
+) -> Groups:
+    """Sample and score completions of each example."""
+    environment = scoring.environment
+    sample = conversation_sampler(policy, environment) if environment else policy.sample
+    seeds = [(0, number) for number in range(len(examples))]
+
+    def work(examples: list[dict], seeds: list[tuple]) -> Groups:
+        rollout = sample(examples, grpo_config, seeds, num_completions=num_completions)
+        return score(rollout, examples, scoring, grpo_config)
+
+    groups = policy.map_over_processes(work, examples, seeds)
+    return replace(groups, examples=examples, advantages=compute_group_advantages(groups.scores))
+
+
+def counts_of_right(groups: Groups, config: Config) -> dict[str, int]:
+    """Return the number of right completions by each function of SUCCESS that has the columns it needs."""
+    columns = {name for example in groups.examples for name, value in example.items() if value is not None}
+    counts = {}
+    for name in SUCCESS:
+        if name in groups.per_function:
+            rewards = groups.per_function[name]
+        elif missing_columns(function := load_reward_function(name), columns):
+            continue
+        else:
+            alone = Scoring([function], [1.0])
+            rewards = score(groups.rollout, groups.examples, alone, config.grpo).per_function[name]
+        if not rewards.isnan().all():
+            counts[name] = int((rewards >= 1).sum())
+    return counts
+
+
+def cause_of(groups: Groups, config: Config) -> str:
+    """Return why sampled groups teach nothing, with the flag to change; "" if they do teach."""
+    texts = [text_of(completion) for completion in groups.rollout.completions]
+    counts = [f"{sum(bool(form.search(text)) for text in texts)} have {name}" for name, form in FORMS.items()]
+    seen = f"of {len(texts)}, {', '.join(counts)}"
+    return cause_of_no_signal(summarize_sampling(groups), config.flags, counts_of_right(groups, config), seen)
+
+
+def time_of_run(run, of_sampling: float, of_row: float) -> str:
+    """Return a line with the time of a step and of a run's GRPO phase.
+
+    of_sampling  seconds of sampling a rollout;  of_row  seconds of an update for each completion
+    """
+    config, steps = run.config, run.phases[-1].steps
+    every, problems, size = config.training.eval_steps, len(run.eval_set), config.rollout_size
+    evaluations = 2 + (steps // every if every else 0) if problems else 0
+    of_step = of_sampling + of_row * size * config.grpo.ppo_epochs
+    in_all = steps / config.updates_per_rollout * of_step
+    in_all += evaluations * math.ceil(problems / size) * of_sampling
+    return (f"a step of {size} completions takes about {duration(of_step)}; {steps} updates and "
+            f"{evaluations} evaluations of {problems} problems about {duration(in_all)}, if lengths stay")
+
+
+def duration(seconds: float) -> str:
+    """Return a time as text, such as 0:01:30."""
+    return str(timedelta(seconds=round(seconds)))
