@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 import re
+import unicodedata
 from collections.abc import Callable
 from decimal import Decimal, InvalidOperation
 from typing import TYPE_CHECKING
@@ -31,16 +32,22 @@ if TYPE_CHECKING:               # comparing text needs no torch; functions that 
 TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
 # (?>...) is atomic: without it a text with many tags and no </answer> takes time cubic in its length.
 FORMAT = re.compile(r"(?>(.*?)<reasoning>)(?>(.*?)</reasoning>\s*<answer>)(.*?)</answer>(.*)", re.DOTALL)
+BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![A-Za-z])(?:\[[^][]*\])*\s*")
+UNBRACED = re.compile(r"-?\$?\d(?:[\d,./]*\d)?|[A-Za-z]\b|\\[A-Za-z]+[^\s$]*")         # "\boxed 4"
+POWERS = "\u00b2\u00b3\u00b9\u00bc-\u00be\u2070-\u208e\u2150-\u215e"       # NFKC would make 102 of 10 squared
+# Thai to Burmese, Khmer, and Chinese with Japanese: characters of scripts without spaces between words.
+CHARACTERS = "\u0e00-\u109f\u1780-\u17ff\u2e80-\u9fff\uf900-\ufaff\uff00-\uffef\U00020000-\U0003ffff"
+WORD = re.compile(rf"[{CHARACTERS}]|\w[^\s{CHARACTERS}]{{0,19}}|\S")
 COLUMNS_NOT_PASSED = {"prompt", "completion", "turn_points"}  # passed as `prompts`, or not at all
 MAX_REWARD = 1e15               # its square is still finite in float32
 
 
 def correctness(completions, answer, **columns) -> list[float | None]:
-    """Return 1 if the answer in tags equals the column `answer`, else 0. Several answers count as none.
+    """Return 1 if the answer, as extract_answer reads it, equals the column `answer`, else 0.
 
     The column may hold a list of right answers. Where it is blank or "nan", the reward is None.
 
-    correctness(["<answer>72.0</answer>"], answer=["72"]) == [1.0]
+    correctness(["<answer>72.0</answer>", "so \\boxed{72}"], answer=["72", "72"]) == [1.0, 1.0]
     {"prompt": "8 * 9 = ?", "answer": "72"}
     """
     def score_one(text: str, truth) -> float:
@@ -72,7 +79,7 @@ def reasoning_coherence(completions, **columns) -> list[float]:
 
 def explanation_quality(completions, **columns) -> list[float]:
     """Return 0 to 1 for tagged reasoning that is short and repeats no line, whether right or wrong: 1 up to
-    100 words, decreasing linearly to 0 at 300 words, times the fraction of its lines that are not repeats.
+    100 of words_of, decreasing linearly to 0 at 300, times the fraction of its lines that are not repeats.
 
     explanation_quality(["<reasoning>2 and 2 make 4</reasoning>"]) == [1.0]
     """
@@ -80,7 +87,7 @@ def explanation_quality(completions, **columns) -> list[float]:
     for text in map(text_of, completions):
         reasoning, closed, _ = text.partition("<reasoning>")[2].partition("</reasoning>")
         lines = [line.strip() for line in reasoning.splitlines() if line.strip()]
-        brevity = min(1.0, max(0.0, (300 - len(reasoning.split())) / 200))
+        brevity = min(1.0, max(0.0, (300 - len(words_of(reasoning))) / 200))
         rewards.append(brevity * len(set(lines)) / len(lines) if closed and lines else 0.0)
     return rewards
 
@@ -170,13 +177,45 @@ def is_missing(value) -> bool:
 
 
 def extract_answer(text: str) -> str | None:
-    """Return the text between <answer> and </answer>; None unless there is just one pair, with text in it.
+    """Return the answer in a completion, None if there is none: after its thoughts, the text between <answer>
+    and </answer>, or the box in it; in a text without these tags, the content of the last \\boxed{...}.
 
-    Several answers count as none, because otherwise listing all candidates would be rewarded.
+    Several tagged answers count as none, because otherwise listing all candidates would be rewarded.
     """
+    text = after_thoughts(text)
+    tagged = tagged_answer(text)
+    if tagged is None and re.search("</?answer>", text):
+        return None
+    return extract_boxed(tagged or text) or tagged
+
+
+def after_thoughts(text: str) -> str:
+    """Return the text after the last </think>; "" if a later <think> is open, all of a text without them."""
+    rest = text.rpartition("</think>")[2]
+    return "" if "<think>" in rest else rest
+
+
+def tagged_answer(text: str) -> str | None:
+    """Return the text between <answer> and </answer>; None unless there is just one pair, with text in it."""
     if not has_one_pair("answer", text):
         return None
     return text.partition("<answer>")[2].partition("</answer>")[0].strip() or None
+
+
+def extract_boxed(text: str) -> str | None:
+    """Return the content of the last \\boxed{...}, \\fbox{...} or \\framebox{...}, or None.
+
+    extract_boxed("so \\boxed 4$") == extract_boxed("\\fbox{4}") == "4"
+    """
+    *before, last = BOX.split(text)
+    if before and (unbraced := UNBRACED.match(last)):
+        return unbraced[0]
+    depth = 0
+    for end, character in enumerate(last if before and last[:1] == "{" else ""):
+        depth += {"{": 1, "}": -1}.get(character, 0)
+        if depth == 0:
+            return last[1:end].strip() or None
+    return None
 
 
 def has_one_pair(tag: str, text: str) -> bool:
@@ -192,16 +231,35 @@ def same_answer(given: str | None, truth) -> bool:
         return any(same_answer(given, one) for one in truth)
     if given is None or is_missing(truth):
         return False
-    truth = str(truth)
+    given, truth = normalize(given), normalize(str(truth))
     given_number, true_number = as_number(given), as_number(truth)
     if given_number is not None and true_number is not None:
         return given_number == true_number
-    return given.strip().casefold() == truth.strip().casefold()
+    return given.casefold() == truth.casefold()
+
+
+def normalize(text: str) -> str:
+    """Return a text in Unicode's form NFKC, which has one spelling of each letter and of full-width signs;
+    without characters that cannot be seen, with digits of all scripts as 0 to 9, and without outer space.
+    """
+    text = re.sub(f"[^{POWERS}]+", lambda run: unicodedata.normalize("NFKC", run[0]), text)
+    seen = (c for c in text if unicodedata.category(c) != "Cf")
+    return "".join(str(unicodedata.decimal(c, c)) for c in seen).strip()
+
+
+def words_of(text: str) -> list[str]:
+    """Return the words of a text: what is between spaces, at most 20 characters of it; each sign that begins
+    one; and each character of scripts without spaces, such as Chinese.
+
+    words_of("2 + 2=4. 等于四 !!") == ["2", "+", "2=4.", "等", "于", "四", "!", "!"]
+    """
+    return WORD.findall(text)
 
 
 def as_number(text: str) -> Decimal | None:
     """Parse '1,234', '-$72', '72 €', '72.0' exactly, and '5 %' as 5; None for others, such as '1,2345'."""
-    cleaned = re.sub(r"^([+-]?)[$€£]+\s*", r"\1", text.strip().replace("\u2212", "-")).rstrip("%€£. ")
+    text = normalize(text).replace("\u2212", "-")
+    cleaned = re.sub(r"^([+-]?)[$€£]+\s*", r"\1", text).rstrip("%€£. ")
     if not re.fullmatch(r"[+-]?([0-9]{1,3}(,[0-9]{3})+|[0-9]*)(\.[0-9]*)?([eE][+-]?[0-9]+)?", cleaned):
         return None
     try:

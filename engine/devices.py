@@ -31,17 +31,21 @@ from torch import Tensor
 from engine.errors import is_out_of_memory
 
 tensor_parallel = 1  # processes that share a slice of the work: --mesh tp=N
+chosen_device = "auto"  # --device, once it is known
 
 
-def best_device(wanted: str = "auto") -> torch.device:
+def best_device(wanted: str = "") -> torch.device:
     """Return the XLA device if PJRT_DEVICE is set (TPU, or CPU for tests), else the GPU, else the CPU.
 
-    wanted   --device: auto, which takes a GPU of any kind that torch supports (cuda, mps, xpu), or cpu
+    wanted   --device: auto, which takes a GPU of any kind that torch supports (cuda, mps, xpu), or cpu; "":
+             as in the last call
     raises   ValueError for XLA under torchrun, or more processes of torchrun than GPUs
 
     In a process started by torchrun, this initialises the process group. On CUDA it makes float32 matrices be
     multiplied in TF32: several times faster, with rounding errors that are an eighth of bfloat16's.
     """
+    global chosen_device
+    chosen_device = wanted = wanted or chosen_device
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     if os.environ.get("PJRT_DEVICE"):
         if processes > 1:

@@ -23,14 +23,14 @@ from functools import partial
 
 import torch
 
-from data import as_messages
+from data import as_messages, encode_prompt
 from engine.errors import RunError, exits_as_errors, in_one_line
 from logprobs import completion_lengths
 from environments.instances import Instance, close_all, responders, start_group
 from environments.messages import encode_reply
 from reward_functions.calling import call_with_timeout
 from rewards import MAX_REWARD
-from sample import Rollout, decode_completion, stop_token_ids
+from sample import Rollout, decode_completion, opened_thought, stop_token_ids
 
 MAX_MESSAGE_CHARACTERS = 4000   # limit of an environment's message; a note replaces the rest
 
@@ -91,9 +91,11 @@ class Conversations:
         # Changed in place, because a repetition of sampling reads the same list.
         self.prompts[:] = [
             example | {"prompt": prompt} for example, prompt in zip(self.examples, prompts, strict=True)]
+        opened = [opened_thought(self.tokenizer, encode_prompt(self.tokenizer, p)) for p in self.prompts]
         self.each = [
             Conversation(
-                self.tokenizer, prompts[row // self.group_size], respond, self.config, self.stops)
+                self.tokenizer, prompts[row // self.group_size], respond, self.config, self.stops,
+                opened[row // self.group_size])
             for row, respond in enumerate(responds)]
 
     def __call__(self, row: int, ids: list[int]) -> list[int]:
@@ -123,12 +125,14 @@ class Conversations:
 class Conversation:
     """The state of one conversation while it is sampled."""
 
-    def __init__(self, tokenizer, prompt, respond: Callable, grpo_config, stops: list[int]):
-        """respond: a function of messages, or an Instance; grpo_config: a GRPOConfig."""
+    def __init__(
+        self, tokenizer, prompt, respond: Callable, grpo_config, stops: list[int], opened: str = ""
+    ):
+        """respond: a function of messages, or an Instance; opened: the <think> at the end of the prompt."""
         self.tokenizer, self.prompt, self.respond = tokenizer, prompt, respond
         self.config, self.stops = grpo_config, stops
         self.environment = getattr(respond, "environment", None)     # the instance of a class
-        self.decode = partial(decode_completion, tokenizer)
+        self.opened = opened                              # <think>, if the template opened it for this turn
         self.messages = as_messages(prompt)
         self.num_prompt_messages = len(self.messages)
         self.turn_start = 0                         # start of the current turn, in tokens after the prompt
@@ -142,7 +146,7 @@ class Conversation:
         ids  all tokens after the prompt, up to and including the stop token of the turn
         """
         start, self.turn_start = self.turn_start, len(ids)
-        message, reward = self.environment_step(self.decode(ids[start:-1]))
+        message, reward = self.environment_step(self.text_of_turn(ids[start:-1]))
         self.turn_points[len(ids) - 1] = reward
         if message is None or self.num_turns == self.config.max_turns:
             return []
@@ -153,7 +157,12 @@ class Conversation:
             return []
         self.messages.append(message)
         self.turn_start += len(reply)
+        self.opened = opened_thought(self.tokenizer, reply)
         return reply
+
+    def text_of_turn(self, ids: list[int]) -> str:
+        """Return the text of the policy's current turn."""
+        return self.opened + decode_completion(self.tokenizer, ids)
 
     def environment_step(self, text: str) -> tuple[dict | None, float]:
         """Append a turn of the policy. Return the environment's message and the reward of the turn."""
@@ -188,7 +197,7 @@ class Conversation:
     def completion_messages(self, ids: list[int]) -> list[dict]:
         """Return the messages after the prompt, including a last turn that the length limit truncated."""
         cut = self.turn_start < len(ids)
-        last = [{"role": "assistant", "content": self.decode(ids[self.turn_start :])}] if cut else []
+        last = [{"role": "assistant", "content": self.text_of_turn(ids[self.turn_start :])}] if cut else []
         return self.messages[self.num_prompt_messages :] + last
 
 

@@ -11,11 +11,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
-from reward_functions.arithmetic import FOUR_OPERATORS, evaluate_expression
-from reward_functions.calling import start_coroutine
+from environments.messages import text_of_turn
+from reward_functions.answers import fenced_blocks
+from reward_functions.arithmetic import OPERATORS
+from reward_functions.calling import start_coroutine, wait_for
 from reward_functions.sandbox import run_python
-from rewards import extract_answer
+from rewards import after_thoughts, extract_answer
 
+MAX_CHARACTERS = 200            # of an expression; this also bounds how deep the parser recurses
 MAX_POWER_BITS = 4096           # limit of the result of ** with whole numbers
 SECONDS_PER_MESSAGE = 10.0      # for all tool calls of a message; calls after that are not run
 
@@ -37,17 +40,46 @@ def answer_calls(conversation: list[dict], functions: dict[str, Callable]) -> di
 
 
 def run_calls(text: str, functions: dict[str, Callable]) -> list[str]:
-    """Return the results, or error messages, of all tool calls in a message; [] if there are none.
+    """Return the results, or error messages, of all tool calls in a message; [] if there are none. Calls in
+    thoughts are drafts.
 
     <tool_call>{"name": "calculate", "arguments": {"expression": "47+85"}}</tool_call>       Hermes and Qwen
-    calculate(47+85)              at the end of a message, for models that were not trained on that format
+    {"name": "calculate", "parameters": ...}    as a whole message (Llama 3), or in fenced blocks
+    calculate(47+85)              at the end of a message, for models that were not trained on these formats
     """
-    if calls := re.findall(r"<tool_call>(.*?)(?:</tool_call>|\Z)", text, re.DOTALL):
+    text = after_thoughts(text).rstrip()
+    if calls := json_calls(text, functions):
         deadline, late = time.monotonic() + SECONDS_PER_MESSAGE, "error: too much time in one message"
         return [run_json_call(call, functions) if time.monotonic() < deadline else late for call in calls]
-    text = text.rstrip()
     starts = [found.start() for found in re.finditer(rf"\b({'|'.join(functions)})\(", text)]
     return [run_text_call(text[starts[-1] :], functions)] if starts and text.endswith(")") else []
+
+
+def json_calls(text: str, functions: dict[str, Callable]) -> list[str]:
+    """Return the texts of the calls in a message that are written as JSON."""
+    if tagged := re.findall(r"<tool_call>(.*?)(?:</tool_call>|\Z)", text, re.DOTALL):
+        return tagged
+
+    def names_tool(block: str) -> bool:
+        with suppress(Exception):
+            return json.loads(block)["name"] in functions
+        return False
+
+    return list(filter(names_tool, fenced_blocks(text, "json") or [text]))
+
+
+def unread_calls(tokenizer, tools: list[Callable]) -> str:
+    """Return a note if run_calls does not read a call of a tool as the chat template writes it, else ""."""
+    name, arguments = tools[0].__name__, {"made": "up"}
+    call = {"type": "function", "id": "madeup000", "function": {"name": name, "arguments": arguments}}
+    question = [{"role": "user", "content": "question"}]
+    try:
+        text = text_of_turn(tokenizer, question, {"role": "assistant", "content": "", "tool_calls": [call]})
+    except ValueError:                                    # the template writes no calls
+        return ""
+    if run_calls(text, {name: lambda **given: given}) == [str(arguments)]:
+        return ""
+    return f"tool calls in the form of the chat template are not read and end a conversation: {text!r:.120}"
 
 
 def run_text_call(text: str, functions: dict[str, Callable]) -> str:
@@ -61,7 +93,7 @@ def run_text_call(text: str, functions: dict[str, Callable]) -> str:
         call = ast.parse(text, mode="eval").body
         named = {key.arg or "**": ast.literal_eval(key.value) for key in call.keywords}
         args = [ast.literal_eval(node) for node in call.args]
-    if [parameter.annotation for parameter in parameters.values()] == [str] and not named:
+    if [parameter.annotation for parameter in parameters.values()] in ([str], ["str"]) and not named:
         text_of_one = re.sub(rf"^\s*{next(iter(parameters))}\s*=(?!=)", "", whole).strip()
         if text_of_one and not (args and isinstance(args[0], str)):
             args = [text_of_one]
@@ -92,7 +124,7 @@ def run_call(function: Callable, /, *args, **kwargs) -> str:
 
 def await_result(result):
     """Return a result; run a coroutine in the event loop of all async functions, and return its result."""
-    return start_coroutine(result)() if inspect.iscoroutine(result) else result
+    return wait_for(start_coroutine(result)) if inspect.iscoroutine(result) else result
 
 
 def calculate(expression: str) -> str:
@@ -101,10 +133,24 @@ def calculate(expression: str) -> str:
     Args:
         expression: Numbers with + - * / // % ** and parentheses, such as (3+4)*12.
     """
-    result = evaluate_expression(expression, CALCULATOR_OPERATORS, convert=lambda number: number)
+    if len(expression) > MAX_CHARACTERS:
+        raise ValueError(f"more than {MAX_CHARACTERS} characters")
+    result = compute(ast.parse(expression.strip(), mode="eval").body)
     if isinstance(result, complex):
         raise ValueError("not a real number")
     return str(result) if isinstance(result, int) else f"{result:.12g}"
+
+
+def compute(node: ast.expr) -> float:
+    """Evaluate an expression from its syntax tree. No code is run."""
+    match node:
+        case ast.Constant(int() | float() as number) if not isinstance(number, bool):
+            return number
+        case ast.UnaryOp(op, operand) if type(op) in CALCULATOR_OPERATORS:
+            return CALCULATOR_OPERATORS[type(op)](compute(operand))
+        case ast.BinOp(left, op, right) if type(op) in CALCULATOR_OPERATORS:
+            return CALCULATOR_OPERATORS[type(op)](compute(left), compute(right))
+    raise ValueError("only numbers with + - * / // % ** and parentheses")
 
 
 def limited_power(base, exponent):
@@ -114,7 +160,7 @@ def limited_power(base, exponent):
     return base**exponent
 
 
-CALCULATOR_OPERATORS = FOUR_OPERATORS | {
+CALCULATOR_OPERATORS = OPERATORS | {
     ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: limited_power,
     ast.UAdd: operator.pos, ast.USub: operator.neg,
 }

@@ -1,19 +1,10 @@
 """
-Reward functions of the three tasks on which SmolLM2-135M-Instruct is trained (docs/results.md).
+The reward function of a form that SmolLM2-135M-Instruct is trained to fill in (docs/results.md).
 
-    python train.py examples/smollm2.json                 addition: last_number
-    python train.py examples/smollm2_form.json            a form: person_as_json
-    python train.py examples/smollm2_problems.json        word problems: last_number
+    python train.py examples/smollm2_form.json
 """
 
 import json
-import re
-
-
-def last_number(completions, answer, **columns):
-    """Return 1 if the last number of a completion is the answer, else 0."""
-    numbers = [re.findall(r"\d+", completion) for completion in completions]
-    return [float(found[-1:] == [str(truth)]) for found, truth in zip(numbers, answer, strict=True)]
 
 
 def person_as_json(completions, name, age, **columns):

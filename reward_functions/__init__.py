@@ -4,7 +4,8 @@ from importlib import import_module
 
 MODULES = {                     # module -> its functions
     "rewards": "correctness reasoning_coherence explanation_quality",
-    "reward_functions.formats": "multiple_choice answer_pattern json_format xml_tags environment none",
+    "reward_functions.formats":
+        "last_number multiple_choice answer_pattern json_format xml_tags environment none",
     "reward_functions.arithmetic": "countdown",
     "reward_functions.heuristics": "repetition_penalty diversity safety",
     "reward_functions.tunix": "match_format_exactly match_format_approximately check_answer check_numbers",

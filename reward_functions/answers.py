@@ -1,6 +1,6 @@
 """
-Helpers of this package's reward functions: lists in the data, \\boxed{...} and fenced blocks. Helpers for
-tagged answers are in rewards.py. A model may print anything, so nothing here raises.
+Helpers of this package's reward functions: lists in the data, marks around an answer, and fenced blocks. What
+the answer of a completion is, rewards.py says. A model may print anything, so nothing here raises.
 """
 
 import ast
@@ -8,19 +8,23 @@ import re
 import textwrap
 from contextlib import suppress
 
-from rewards import extract_answer, is_missing
+from rewards import after_thoughts, is_missing, tagged_answer
 
-LONGEST_ANSWER = 1000           # in characters; longer ones are compared as text
-BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![A-Za-z])(?:\[[^][]*\])*\s*")
-UNBRACED = re.compile(r"-?\$?\d(?:[\d,./]*\d)?|[A-Za-z]\b|\\[A-Za-z]+[^\s$]*")         # "\boxed 4"
 TEXT = re.compile(r"\\(?:text\w*|mbox|math[a-z]{2,}|operatorname)\s*\{([^{}]*)\}")
 WRAPPED = re.compile(r"(\$\$?|\*{1,3}|`)(.+)\1\.?|\\[([](.+)\\[])]\.?", re.DOTALL)
+# A fence has at least three characters. The last block may be unclosed.
+BLOCK = re.compile(r"(?<![`~])(`{3,}|~{3,})([^`~\n]*)\n(.*?)(?:\1|\Z)", re.DOTALL)
 
 
 def as_texts(value) -> list[str]:
-    """Return a list in the data as texts. A single text or number becomes a list; a missing value, []."""
+    """Return a list in the data, or the text of one, as texts. Another text or a number becomes a list; a
+    missing value, [].
+    """
+    if is_missing(value):
+        return []
+    value = value if not isinstance(value, str) or (listed := as_list(value)) is None else listed
     single = isinstance(value, str | dict) or not hasattr(value, "__iter__")
-    return list(map(str, [value] if single else value)) if not is_missing(value) else []
+    return list(map(str, [value] if single else value))
 
 
 def as_list(text: str) -> list | None:
@@ -29,49 +33,27 @@ def as_list(text: str) -> list | None:
         return ast.literal_eval(text.strip()) if re.match(r"\s*\[.*\]\s*$", text, re.DOTALL) else None
 
 
-def extract_boxed(text: str) -> str | None:
-    """Return the content of the last \\boxed{...}, \\fbox{...} or \\framebox{...}, or None.
-
-    extract_boxed("so \\boxed 4$") == extract_boxed("\\fbox{4}") == "4"
-    """
-    *before, last = BOX.split(text)
-    if before and (unbraced := UNBRACED.match(last)):
-        return unbraced[0]
-    depth = 0
-    for end, character in enumerate(last if before and last[:1] == "{" else ""):
-        depth += {"{": 1, "}": -1}.get(character, 0)
-        if depth == 0:
-            return last[1:end].strip() or None
-    return None
-
-
-def final_answer(text: str) -> str | None:
-    """Return the tagged answer, without a box; in a text without tags, the content of the only box."""
-    tagged = extract_answer(text)
-    answer = tagged if "<answer>" in text else text
-    return extract_boxed(answer) if answer and len(BOX.findall(answer)) == 1 else tagged
-
-
 def unwrap(text: str) -> str:
     """Return an answer without \\text{...}, and without marks of emphasis or dollar signs around all of it.
 
     unwrap("**$\\text{(C)}$**") == "(C)"
     """
     text = TEXT.sub(r"\1", text)
-    while len(text) <= LONGEST_ANSWER and (match := WRAPPED.fullmatch(text := text.strip())):
+    while len(text) <= 1000 and (match := WRAPPED.fullmatch(text := text.strip())):
         text = match[match.lastindex]
     return text
 
 
-def extract_block(text: str, language: str) -> str:
-    """Return the last fenced block of a language, else the last one without a language. Search the tagged
-    answer if there is one, else the whole text, and return all of it if it has no block. language: a pattern.
+def answer_text(text: str) -> str:
+    """Return the text that a program or JSON is read from: the tagged answer, or all after the thoughts."""
+    text = after_thoughts(text)
+    return tagged_answer(text) or text
 
-    extract_block("So:\\n```python\\nx = 1\\n```", "python") == "x = 1\\n"
+
+def fenced_blocks(text: str, language: str) -> list[str]:
+    """Return the fenced blocks of a language in answer_text, else those without a language. language: a
+    pattern that the line of the opening fence begins with.
     """
-    text = extract_answer(text) or text
-    blocks = re.findall(r"```([^`\n]*)\n(.*?)```", text, re.DOTALL)
-    named, bare = (
-        [code for name, code in blocks if re.fullmatch(wanted, name.strip(), re.IGNORECASE)]
-        for wanted in (language, ""))
-    return textwrap.dedent((named or bare or [text])[-1])
+    blocks = [(name.strip(), textwrap.dedent(code)) for _, name, code in BLOCK.findall(answer_text(text))]
+    named = [code for name, code in blocks if re.match(language, name, re.IGNORECASE)]
+    return named or [code for name, code in blocks if not name]

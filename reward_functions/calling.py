@@ -12,6 +12,7 @@ import threading
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import chain
@@ -48,6 +49,7 @@ class Reports:
     extra: list[dict] = field(default_factory=list)       # B, name -> value, from log_extra
     metrics: list[tuple[str, float]] = field(default_factory=list)               # from log_metric
     failures: list[dict] = field(default_factory=list)    # unscored calls: function and error
+    running: list[Future] = field(default_factory=list)   # calls of async functions
 
     def log_extra(self, name: str, values) -> None:
         """Record a value for each completion, for rollouts.jsonl."""
@@ -123,7 +125,9 @@ def start_scoring(function: Callable, arguments: dict, reports: Reports, grpo_co
             return await function(**own)
 
     is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
-    call = start_coroutine(call_async()) if is_async else exits_as_errors()(partial(function, **own))
+    if is_async:
+        reports.running.append(start_coroutine(call_async()))
+    call = partial(wait_for, reports.running[-1]) if is_async else exits_as_errors()(partial(function, **own))
 
     def result() -> list[float | None]:
         try:
@@ -131,6 +135,8 @@ def start_scoring(function: Callable, arguments: dict, reports: Reports, grpo_co
             return parse_rewards(result, name_of(function), reports)
         except Exception as error:
             if grpo_config.reward_errors == "raise":
+                for future in reports.running:            # of functions that have not been waited for
+                    future.cancel()
                 raise RunError(error_message(function, error, completions)) from error
             words = str(error) if isinstance(error, NoResult) else in_one_line(error)
             reports.failures.append({"function": name_of(function), "error": words})
@@ -181,17 +187,17 @@ def missing_columns(function: Callable, columns: set[str]) -> list[str]:
 # ---- calls -------------------------------------------------------------------------------------------------
 
 
-def start_coroutine(coroutine: Coroutine) -> Callable:
-    """Start a coroutine, to run beside others. Return a function that waits for its result."""
-    future = asyncio.run_coroutine_threadsafe(coroutine, event_loop())
+def start_coroutine(coroutine: Coroutine) -> Future:
+    """Start a coroutine, to run beside others. Return its future result."""
+    return asyncio.run_coroutine_threadsafe(coroutine, event_loop())
 
-    def result():
-        try:
-            return future.result()
-        finally:
-            future.cancel()                               # no effect unless the wait was interrupted
 
-    return result
+def wait_for(future: Future):
+    """Return the result of a coroutine; cancel it if waiting is interrupted."""
+    try:
+        return future.result()
+    finally:
+        future.cancel()
 
 
 @cache

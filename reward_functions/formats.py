@@ -1,30 +1,50 @@
-"""Reward functions for answer formats (multiple choice, patterns, JSON, XML) and for environments."""
+"""
+Reward functions for answer formats (a last number, choices, patterns, JSON, XML) and for environments.
+"""
 
 import json
 import re
 import string
+from collections.abc import Callable
 
-from reward_functions.answers import as_texts, extract_block, final_answer, unwrap
-from rewards import extract_answer, is_missing, same_answer, score_each, text_of
+from reward_functions.answers import answer_text, as_texts, fenced_blocks, unwrap
+from rewards import after_thoughts, extract_answer, is_missing, normalize, same_answer, score_each, text_of
 
 LETTERS = string.ascii_uppercase # of choices
 NAMED = re.compile(r"(?i:(the )?((correct|right|final) )?(option|choice|answer)( is)?:? )?"      # "Option B",
-                   r"[([]?([A-Za-z])([]).:]|\s+[-\u2013\u2014]\s+\w\w|$)")                       # "B - four"
+                   r"((正确)?(答案|选项|选)[是为选]?:? *)?[([]?(?P<letter>[A-Za-z])"
+                   r"([]).:]|\s+[-\u2013\u2014]\s+\w\w|$)")                                      # "B - four"
+WHOLE = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"             # 1,000 or 1000
+NUMBER = re.compile(rf"(?:(?<![\w)])[-+])?\$?(?:{WHOLE}(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")   # 5-3: no sign
+
+
+def last_number(completions, answer, **columns) -> list[float | None]:
+    """Return 1 if the last number of a completion equals the column `answer`, or an element of it, else 0. It
+    needs no tags: "#### 72", "**72**", "so she pays $1,072 for them." Numbers in thoughts do not count.
+
+    last_number(["#### 72", "It is 72 or 73."], answer=["72", "72"]) == [1.0, 0.0]
+    {"prompt": "8 * 9 = ?", "answer": "72"}
+    """
+    def reward(text: str, truth) -> float:
+        text = normalize(after_thoughts(text)).replace("\u2212", "-").replace("{,}", ",")
+        return float(same_answer((NUMBER.findall(text) or [None])[-1], truth))
+
+    return score_each(reward, completions, answer)
 
 
 def multiple_choice(completions, answer, choices=None, **columns) -> list[float | None]:
-    """Return 1 if the answer, tagged or boxed as for math_equality, names the right choice, else 0; None if
-    the column `answer` names no choice.
+    """Return 1 if the answer, tagged or boxed, names the right choice, else 0; None if the column `answer`
+    names no choice.
 
-    "B", "(b)", "**B**", "B) four", "B - four" and "Option B" name choice B; so does its text if the column
-    `choices` is a list of texts. Texts take precedence over letters.
+    "B", "(b)", "**B**", "B) four", "B - four", "Option B" and "答案:B" name choice B; so does its text if the
+    column `choices` is a list of texts. Texts take precedence over letters.
 
     multiple_choice(["<answer>(b)</answer>"], answer=["B"]) == [1.0]
     {"prompt": "2+2? A) 3 B) 4", "answer": "B", "choices": ["3", "4"]}
     """
 
     def reward(text: str, truth, options: list[str]) -> float | None:
-        given, right = final_answer(text), choice_of(truth, options)
+        given, right = extract_answer(text), choice_of(truth, options)
         return None if right is None else float(given is not None and choice_of(given, options) == right)
 
     return score_each(reward, completions, answer, map(as_texts, choices or [None] * len(completions)))
@@ -33,15 +53,15 @@ def multiple_choice(completions, answer, choices=None, **columns) -> list[float 
 def choice_of(answer, options: list[str]) -> str | None:
     """Return the choice that an answer names by its text, else by its letter."""
     name, choices = str(answer).strip(), options or list(LETTERS)
-    letter = NAMED.match(re.sub(r"\*\*|`", "", unwrap(name)))
-    index = LETTERS.find(letter[6].upper()) if letter else -1                 # -1: an empty slice below
+    letter = NAMED.match(re.sub(r"\*\*|`", "", normalize(unwrap(name))))
+    index = LETTERS.find(letter["letter"].upper()) if letter else -1          # -1: an empty slice below
     equal = [c for c in choices if c == name] or [c for c in choices if same_answer(unwrap(name), unwrap(c))]
     return [*equal, *choices[index : index + 1], None][0]
 
 
 def answer_pattern(completions, pattern, **columns) -> list[float | None]:
-    """Return 1 if the whole tagged answer matches the regular expression in the column `pattern`, else 0;
-    None where there is no pattern.
+    """Return 1 if the whole answer, tagged or boxed, matches the regular expression in the column `pattern`,
+    else 0; None where there is no pattern.
 
     answer_pattern(["<answer>2024-02-30</answer>"], pattern=[r"\\d{4}-\\d\\d-\\d\\d"]) == [1.0]
     {"prompt": "On which day did it begin?", "pattern": "[0-9]{4}-[0-9]{2}-[0-9]{2}"}
@@ -57,25 +77,32 @@ def json_format(completions, schema=None, **columns) -> list[float]:
     """Return 1 if the completion is JSON, and valid under the JSON Schema in the column `schema` (an object
     or its text), if there is one, according to the package jsonschema; else 0.
 
-    The JSON is read from the last fenced block, else from the tagged answer, else from the whole text.
+    The JSON is the last fenced block, else the tagged answer, else the text after thoughts.
 
     json_format(['{"x": 1}', "{x: 1}"], schema=[{"required": ["x"]}, None]) == [1.0, 0.0]
     {"prompt": "Where is the mouse? Answer in JSON.", "schema": {"required": ["x", "y"]}}
     """
 
-    def reward(text: str, schema) -> float:
+    def reward(text: str, is_valid: Callable) -> float:
         try:
-            value = json.loads(extract_block(text, "json"), parse_constant=int)       # rejects NaN, Infinity
-            schema = json.loads(schema) if isinstance(schema, str) and schema.strip() else schema
-            if is_missing(schema):
-                return 1.0
-            import jsonschema
-
-            return float(jsonschema.validators.validator_for(schema)(schema).is_valid(value))
+            code = [answer_text(text), *fenced_blocks(text, "json")][-1]
+            return float(is_valid(json.loads(code, parse_constant=int)))          # rejects NaN, Infinity
         except (ValueError, RecursionError, OverflowError):     # multipleOf of 1e999 overflows
             return 0.0
 
-    return list(map(reward, map(text_of, completions), schema or [None] * len(completions)))
+    return list(map(reward, map(text_of, completions), map(validator, schema or [None] * len(completions))))
+
+
+def validator(schema) -> Callable:
+    """Return the function that checks a value against a schema. Raise an error if it is no schema."""
+    if is_missing(schema):
+        return lambda value: True
+    import jsonschema
+
+    schema = json.loads(schema) if isinstance(schema, str) else schema
+    kind = jsonschema.validators.validator_for(schema)
+    kind.check_schema(schema)
+    return kind(schema).is_valid
 
 
 def xml_tags(completions, tags=None, **columns) -> list[float]:

@@ -7,17 +7,17 @@ import itertools
 import re
 
 from reward_functions.answers import as_texts
-from rewards import score_each, text_of
+from rewards import score_each, text_of, words_of
 
 
 def repetition_penalty(completions, **columns) -> list[float]:
-    """Return -1 to 0: minus the fraction of 4-grams of words that occurred earlier in the text.
+    """Return -1 to 0: minus the fraction of runs of four of words_of that occurred earlier in the text.
 
     repetition_penalty(["a b c d e", "a b a b a b"]) == [0.0, -1 / 3]
     """
     rewards = []
     for text in map(text_of, completions):
-        words = text.casefold().split()
+        words = words_of(text.casefold())
         distinct = set(zip(*(words[i:] for i in range(4)), strict=False))
         rewards.append(len(distinct) / (len(words) - 3) - 1 if distinct else 0.0)
     return rewards
@@ -30,7 +30,7 @@ def diversity(completions, prompts=None, **columns) -> list[float | None]:
 
     diversity(["a b", "a b", "c d"], prompts=["p"] * 3) == [0.5, 0.5, 1.0]
     """
-    words = [text_of(completion).casefold().split() for completion in completions]
+    words = [words_of(text_of(completion).casefold()) for completion in completions]
     pairs = [set(itertools.pairwise(text)) or set(text) for text in words]
     prompts = prompts or [""] * len(completions)
     rewards: list[float | None] = []

@@ -2,10 +2,12 @@
 
 import importlib.util
 import inspect
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from pathlib import Path
+from types import ModuleType
 
 import reward_functions
 from engine.errors import exits_as_errors, in_one_line
@@ -14,6 +16,8 @@ from reward_functions.calling import PROVIDED, accepted, missing_columns
 from rewards import name_of, text_of
 from sources import GYM
 
+folders: list[str] = []          # of users' files, the latest first
+helpers: set[str] = set()       # names of the modules that they have imported from these folders
 BUILT_IN = tuple(name for name in MODULE_OF if name not in MAKERS)      # imported on first use
 
 
@@ -34,26 +38,53 @@ def load_reward_function(name: str | Callable) -> Callable:
     return function if as_name(function) in BUILT_IN else check_signature(function, as_name(name))
 
 
-@cache
 def function_from_file(flag: str, name: str, built_in: Iterable[str]) -> Callable:
     """Return the function of `path/to/file.py:function`, for a flag that also accepts built-in names."""
     path, colon, attribute = name.rpartition(":")
     if not colon:
         known = ", ".join(built_in)
         raise ValueError(f"--{flag} {name}: unknown; use path/to/file.py:function or one of {known}")
-    folder = str(Path(path).resolve().parent)             # it can import files beside it
-    sys.path += [folder] * (folder not in sys.path)
-    spec = importlib.util.spec_from_file_location(f"file {path}", path)
     try:
-        module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+        file = Path(path).resolve(strict=True)
+        beside = tuple((each, each.stat().st_mtime_ns) for each in file.parent.glob("*.py"))
         with exits_as_errors():
-            spec.loader.exec_module(module)
+            module = load_file(file, beside)
     except Exception as error:
         raise ValueError(f"--{flag} {name}: importing {path} failed: {in_one_line(error)}") from error
     function = getattr(module, attribute, None)
     if not callable(function):
         raise ValueError(f"--{flag} {name}: {path} has no function {attribute}")
     return function
+
+
+@cache
+def load_file(file: Path, beside: tuple) -> ModuleType:
+    """Import a file, which can import the files beside it; again if one of these has changed.
+
+    Files in different folders can import different files of one name. The module has the name of the file,
+    with which other processes import it, unless another module has this name.
+    """
+    folder, name, before = str(file.parent), file.stem, {*sys.modules}
+    for helper in helpers:
+        if Path(folder, f"{helper}.py").exists():         # a's helper, or an edited one
+            sys.modules.pop(helper, None)
+    if folder in folders or folder not in sys.path:
+        folders[:] = [folder, *(each for each in folders if each != folder)]
+        sys.path[:] = [each for each in sys.path if each not in folders] + folders
+    found = name.isidentifier() and name not in sys.modules and importlib.util.find_spec(name)
+    if not found or found.origin != str(file):
+        name = re.sub(r"\W", "_", str(file))
+    spec = importlib.util.spec_from_file_location(name, file)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    new = {name} | ({*sys.modules} - before if folder in folders else set())
+    helpers.update(each for each in new if file_of(each).parent == file.parent)
+    return module
+
+
+def file_of(module: str) -> Path:
+    """Return the file of an imported module; a path without a folder if it has none."""
+    return Path(getattr(sys.modules[module], "__file__", None) or "")
 
 
 def check_signature(function: Callable, name: str) -> Callable:

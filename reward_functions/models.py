@@ -36,13 +36,13 @@ def classifier(
     from transformers import AutoModelForSequenceClassification, AutoTokenizer  # slow to import
 
     tokenizer = AutoTokenizer.from_pretrained(model_path, truncation_side="left")
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     network = AutoModelForSequenceClassification.from_pretrained(model_path).eval().requires_grad_(False)
-    network.to(eager_device(best_device()))               # not to XLA, which would compile every length
-    if network.config.pad_token_id is None:               # used to find the last token that is not padding
-        network.config.pad_token_id = tokenizer.pad_token_id
+    network.config.get_text_config().pad_token_id = tokenizer.pad_token_id    # to find the last other token
 
     @torch.no_grad()
     def function(completions, prompts, **columns) -> list[float | None]:
+        network.to(eager_device(best_device()))     # --device, but not XLA, which would compile every length
         pairs = zip(prompts, map(text_of, completions), strict=True)
         texts = [format_conversation(tokenizer, prompt, text) for prompt, text in pairs]
         rewards: list[float] = []

@@ -7,6 +7,7 @@ It needs Linux. If no isolation method works, it raises a RuntimeError that stat
 import ast
 import builtins
 import functools
+import re
 import secrets
 import sys
 import time
@@ -15,13 +16,16 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import chain
 
-from reward_functions.answers import as_texts, extract_block
+from reward_functions.answers import answer_text, as_texts, fenced_blocks
 from reward_functions.sandbox import run_python, usable_cores
 from rewards import text_of
 
 SECONDS_PER_TEST = 3.0          # for the program itself and one test
 SECONDS_PER_PROGRAM = 10.0      # for one program with all its tests
 CONVERSIONS = {bool, dict, float, frozenset, int, len, list, round, set, sorted, str, sum, tuple}
+# A name that a line without indentation defines, and such a line that does something else.
+DEFINED = re.compile(r"^(?:(?:async )?def +|class +|(?=\w+ *=))(\w+)", re.MULTILINE)
+STATEMENT = re.compile(r"^(?!(?:async )?def |class |import |from )[^@#)\]}'\"\s]", re.MULTILINE)
 FORMS = "asserts of the forms CALL, CALL == VALUE, not CALL, abs(CALL - VALUE) < EPS or isclose(CALL, VALUE)"
 
 
@@ -32,8 +36,8 @@ def passes_tests(completions, tests, **columns) -> list[float | None]:
     tests    a column: per row assert statements that may follow imports, a list of texts or one text, of the
              forms CALL, not CALL, CALL == VALUE (or < and so on), abs(CALL - VALUE) < EPS, math.isclose(CALL,
              VALUE), where CALL calls a function of the program, f(1), or is a conversion of that, set(f(1))
-    program  the last ```python block, in the tagged answer if there is one, else in all of the text; without
-             a block, that text
+    program  the fenced Python blocks, as program_of chooses them, of the tagged answer if there is one, else
+             of the text after thoughts; without a block, that text
 
     passes_tests(["def f(x):\\n    return x"], tests=[["assert f(4) == 4", "assert f(-1) == 1"]]) == [0.5]
     {"prompt": "Write a function double(x).", "tests": ["assert double(2) == 4", "assert double(-1) == -2"]}
@@ -43,14 +47,26 @@ def passes_tests(completions, tests, **columns) -> list[float | None]:
     prevented: knowing the expected values from the prompt, or guessing among few (`assert is_even(4)`).
     """
 
-    def score(completion, parts: list[list | None]) -> float | None:
-        if not parts or None in parts:
-            return None
-        return fraction_passed(extract_block(text_of(completion), "python3?|py"), list(chain(*parts)))
+    def score(program: str, parts: list[list | None]) -> float | None:
+        return None if not parts or None in parts else fraction_passed(program, list(chain(*parts)))
 
     parts = [list(map(split_tests, as_texts(row))) for row in tests]
+    calls = [{call for part in row if part for _, call, _ in part} for row in parts]
+    programs = list(map(program_of, map(text_of, completions), calls))
     with ThreadPoolExecutor(usable_cores()) as threads:
-        return list(threads.map(score, completions, parts))
+        return list(threads.map(score, programs, parts))
+
+
+def program_of(text: str, calls: set[str]) -> str:
+    """Return the program in a completion: of its blocks, those that define a name in the calls, each name in
+    the last one, and those that only define and import. This leaves out an example below the program, and
+    earlier attempts. If no block defines such a name, return all blocks.
+    """
+    names = set(re.findall(r"\w+", " ".join(calls)))
+    blocks = fenced_blocks(text, r"python|py\b") or [answer_text(text)]
+    last = {name: i for i, block in enumerate(blocks) for name in names.intersection(DEFINED.findall(block))}
+    chosen = [block for i, block in enumerate(blocks) if i in last.values() or not STATEMENT.search(block)]
+    return "\n".join(chosen if last else blocks)
 
 
 def fraction_passed(program: str, tests: list[tuple[str, str, str]]) -> float:

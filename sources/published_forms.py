@@ -9,9 +9,9 @@ from contextlib import suppress
 
 from data import BRACES, as_messages, cell, choose_columns, demonstration
 from guards import Row, messages_in_text, read_message
-from reward_functions.answers import BOX, as_list, extract_boxed, unwrap
+from reward_functions.answers import as_list, unwrap
 from reward_functions.formats import LETTERS
-from rewards import as_number
+from rewards import BOX, as_number, extract_boxed
 
 STATED = re.compile(r"\banswer(?: is:?|:)[ *]*(\S+?(?: \S+?){0,2})[.*]*\s*\Z", re.IGNORECASE)   # "Answer: 16"
 AFTER_HASHES = re.compile(r"(?<!#)####(?!#| *\d+ of \d) *([^\n]*[^\s.])\.?\s*\Z")

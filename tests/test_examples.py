@@ -90,10 +90,7 @@ def test_the_tasks_of_the_pretrained_model_have_right_answers_and_held_out_probl
 
 
 def test_the_rewards_of_the_pretrained_model_take_nothing_but_the_form_asked_for():
-    last_number, person = (
-        load_reward_function(f"{EXAMPLES}/smollm2_rewards.py:{name}") for name in ("last_number", "person_as_json"))
-    texts = ["16 + 9 = 25", "25 or 26", "", "025", "1, 25\n"]
-    assert last_number(texts, answer=[25] * 5) == last_number(texts, answer=["25"] * 5) == [1.0, 0.0, 0.0, 0.0, 1.0]
+    person = load_reward_function(f"{EXAMPLES}/smollm2_rewards.py:person_as_json")
     texts = ['{"age": 5,\n "name": "Tom"}', '```json\n{"name": "Tom", "age": 5}\n```', '{"name": "Tom", "age": "5"}']
     texts += ["[5]", "NaN", "[" * 9000]
     assert person(texts, name=["Tom"] * 6, age=["5"] * 6) == [1.0] + [0.0] * 5

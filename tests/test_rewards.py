@@ -31,7 +31,7 @@ GOLD = "<reasoning>7+5=12 4+8+1=13</reasoning><answer>132</answer>"
     [
         (GOLD, "132", 1.0),
         ("a <answer> 132 </answer> b", "132", 1.0),
-        ("</answer>132<answer>", "132", 0.0),
+        ("</answer>132<answer>", "132", 0.0), ("so \\boxed{132}", "132", 1.0), ("<think>\\boxed{132}", "132", 0.0),
         ("<answer><answer>132</answer></answer>", "132", 0.0),
         ("<answer>131</answer><answer>132</answer>", "132", 0.0),
         ("<answer>$132.</answer>", "132", 1.0), ("<answer>$ 132</answer>", "132", 1.0), ("<answer>132 €</answer>", "132", 1.0),
@@ -70,7 +70,8 @@ def test_reasoning_coherence(text, points):
 
 @pytest.mark.parametrize(
     "reasoning,points",
-    [("2 and 2 make 4", 1.0), ("w " * 100, 1.0), ("w " * 200, 0.5), ("w " * 400, 0.0), ("  ", 0.0), ("a\na\na\nb", 0.5)],
+    [("2 and 2 make 4", 1.0), ("w " * 100, 1.0), ("w " * 200, 0.5), ("w " * 400, 0.0), ("  ", 0.0), ("a\na\na\nb", 0.5),
+     ("字" * 100, 1.0), ("字" * 1500, 0.0), ("!" * 200, 0.5), ("a" * 4000, 0.5)],
 )
 def test_explanation_quality(reasoning, points):
     assert rewards.explanation_quality([f"<reasoning>{reasoning}</reasoning>"]) == pytest.approx([points])

@@ -363,3 +363,12 @@ def test_texts_lose_stop_pad_and_bos_tokens_and_no_other_special_token():
     rollout = make_rollout(
         tokenizer, [[5]], {}, drawn, torch.ones_like(drawn).bool(), torch.ones_like(drawn).bool(), torch.zeros(drawn.shape), torch.tensor([True]))
     assert rollout.completions == ["a<think>b<tool_call>"]
+
+
+def test_the_text_of_a_completion_begins_with_the_thought_that_its_prompt_opened(model, tokenizer):
+    prompts = ["1+1=?<think>\n", "1+1=?", "<think></think>1+1=?", "1+1=?<think> x"]
+    config = GRPOConfig(num_completions_per_prompt=2, generation_max_length=3)
+    rollout = sample_completions_for_prompts(model, tokenizer, prompts, config, seed=0)
+    assert [text[:8] == "<think>\n" for text in rollout.completions] == [True, True] + [False] * 6
+    own = [decode_completion(tokenizer, ids[mask].tolist()) for ids, mask in zip(rollout.completion_ids, rollout.completion_mask)]
+    assert rollout.completions[0].removeprefix("<think>\n") in own[0] and rollout.completions[2] in own[2]

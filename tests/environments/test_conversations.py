@@ -23,7 +23,7 @@ from environments.messages import encode_turns, encode_reply
 from model import byte_tokenizer
 from reward_functions import environment
 from rewards import correctness
-from sample import demonstrations_as_rollout
+from sample import demonstrations_as_rollout, opened_thought
 from wrapped_rewards import call_and_score
 
 CHATS = [[{"role": "system", "content": "be brief"}, {"role": "user", "content": prompt}] for prompt in PROMPTS[:2]]
@@ -258,6 +258,23 @@ def test_a_chat_template_is_told_about_the_tools():
     text = tokenizer.decode(encode_prompt(tokenizer, "p"))
     assert '"name": "calculate"' in text and "Compute an arithmetic expression." in text and '"expression"' in text
     assert encode_reply(tokenizer, "p", {"role": "tool", "content": "2"}, [tokenizer.eos_token_id]) == before
+
+
+def test_a_turn_begins_with_the_thought_that_the_template_opened(settings):
+    tokenizer, heard = byte_tokenizer(), []
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{% endfor %}" \
+        "{% if add_generation_prompt %}[assistant]<think>{% endif %}"
+
+    def respond(messages):
+        heard.append(messages[-1]["content"])
+        return "go on"
+
+    opened = opened_thought(tokenizer, encode_prompt(tokenizer, "p"))
+    conversation = Conversation(tokenizer, "p", respond, replace(settings, max_turns=2, generation_max_length=99), [1], opened)
+    first = [*tokenizer.encode("a</think>b"), 1]
+    reply = conversation.end_turn(first)
+    assert conversation.end_turn([*first, *reply, *tokenizer.encode("c"), 1]) == []
+    assert heard == ["<think>a</think>b", "<think>c"]
 
 
 def test_metrics_and_records_tell_the_tokens_of_the_policy_from_those_of_the_environment(model, tokenizer, settings):

@@ -5,6 +5,7 @@ import pytest
 from environments import instances, tools
 from environments.instances import load_environment
 from environments.tools import calculate, run_calls
+from model import byte_tokenizer
 from reward_functions.sandbox import SandboxResult
 
 
@@ -77,6 +78,37 @@ def test_tool_calls_are_found_and_answered(text, results):
     assert len(found) == len(results)
     for answer, result in zip(found, results):
         assert answer.startswith(result) if result.startswith("error: ") else answer == result
+
+
+def test_annotations_may_be_postponed():
+    namespace = {}
+    exec("from __future__ import annotations\ndef find(city: str):\n    return city.upper()", namespace)
+    assert run_calls("find(Oslo, Norway)", {"find": namespace["find"]}) == ["OSLO, NORWAY"]
+
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}CALL{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+NAME, ARGUMENTS = "{{ c.function.name }}", "{{ c.function.arguments | tojson }}"
+FORMS = {                       # of tool calls in chat templates, and whether they are read
+    "Hermes": (f'<tool_call>\n{{"name": "{NAME}", "arguments": {ARGUMENTS}}}\n</tool_call>', True),
+    "Llama 3": (f'{{"name": "{NAME}", "parameters": {ARGUMENTS}}}', True),
+    "Qwen 3 Coder": (
+        f"<tool_call>\n<function={NAME}>\n{{% for k, v in c.function.arguments.items() %}}<parameter={{{{ k }}}}>\n{{{{ v }}}}\n"
+        "</parameter>\n{% endfor %}</function>\n</tool_call>", False),
+    "Mistral": (f'[TOOL_CALLS][{{"name": "{NAME}", "arguments": {ARGUMENTS}, "id": "{{{{ c.id }}}}"}}]', False),
+    "DeepSeek": (f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{NAME}\n```json\n{ARGUMENTS}\n```<｜tool▁call▁end｜>", False),
+    "none": ("", True),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_form_of_tool_calls_that_is_not_read_is_named(form):
+    written, is_read = FORMS[form]
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = CHATML.replace("CALL", written)
+    note = tools.unread_calls(tokenizer, [calculate])
+    assert note == "" if is_read else "calculate" in note and "not read" in note and "\n" not in note
 
 
 def test_a_message_without_a_call_ends_the_conversation():

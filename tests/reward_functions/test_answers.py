@@ -1,6 +1,6 @@
 """
 Which part of a completion is read, what a cell of the data is, and which answers are equal: spellings.json has rows of
-[answer, truth, verdicts of math-verify 0.9.0, of math_equality and of correctness, why the first two differ].
+[answer, truth, is it right?, verdicts of math_equality (math-verify 0.9.0) and of correctness].
 """
 
 import json
@@ -26,12 +26,40 @@ def test_spellings_have_the_verdicts_of_the_table_and_any_answer_of_a_list_may_b
     assert function(texts, answer=[["Rome", "paris"], ["1", 2], [1, 2], [], None]) == [1.0, 1.0, 0.0, 0.0, None]
 
 
+def test_correctness_accepts_no_spelling_of_another_answer():
+    assert [row for row in SPELLINGS if row[4] and not row[2]] == []
+
+
+@pytest.mark.parametrize("text,answer", [
+    ("<answer>72</answer>", "72"), ("\\boxed{1} \\boxed{72}", "72"), ("<answer>so \\boxed{72}</answer>", "72"), ("72", None), ("", None),
+    ("<answer>71</answer><answer>72</answer>", None), ("<answer>72", None), ("<answer></answer> \\boxed{72}", None), ("\\boxed{72} <answer>", None),
+    ("<think><answer></answer> \\boxed{71}</think><answer>72</answer>", "72"), ("<answer>71</answer></think><answer>72</answer>", "72"),
+    ("<think>\\boxed{72}", None), ("<think><answer>72</answer>", None), ("<think>a</think>\\boxed{72}<think>", None), ("a</think>b</think>\\boxed{72}", "72"),
+])
+def test_the_answer_comes_after_the_thoughts_in_tags_or_in_the_last_box(text, answer):
+    assert rewards.extract_answer(text) == answer
+
+
+@pytest.mark.parametrize("one,other", [
+    ("caf\u00e9", "cafe\u0301"), ("42\u200b", "42"), ("\ufeff42", "42"), ("\uff14\uff12", "42"), ("\u0664\u0662", "42"), ("\u096a\u0968", "42"), ("New\u00a0York", "New York"),
+    ("\u22125", "-5"), ("\uff04\uff15\uff10", "$50"), ("\uff08B\uff09", "(B)"), ("\u7b54\u6848\uff1aB", "\u7b54\u6848:B"), ("10\u00b2", "10\u00b2"), ("PARIS", "paris"),
+])
+def test_text_is_compared_as_it_is_seen(one, other):
+    assert rewards.same_answer(one, other) and rewards.same_answer(other, one)
+
+
+@pytest.mark.parametrize("one,other", [("10\u00b2", "102"), ("x\u2082", "x2"), ("2\u00bd", "21/2"), ("\u0664\u0662", "24"), ("cafe", "caf\u00e9"), ("4 2", "42")])
+def test_powers_fractions_and_accents_are_not_lost(one, other):
+    assert not rewards.same_answer(one, other)
+
+
 @pytest.mark.parametrize("value,texts", [
     (None, []), (math.nan, []), ("", []), (" ", []), ("nan", []), ("rm", ["rm"]), (7, ["7"]), (0, ["0"]), ([], []), (["rm", "ls"], ["rm", "ls"]),
+    ("['rm', 'ls']", ["rm", "ls"]), ("[]", []), ("[a-z]", ["[a-z]"]),
     ((1, 2.5), ["1", "2.5"]), ([[1]], ["[1]"]), ({"text": ["x"]}, ["{'text': ['x']}"]), (range(2), ["0", "1"]),
 ])
 def test_a_single_value_is_a_list_of_one_and_a_missing_one_none(value, texts):
-    assert answers.as_texts(value) == texts and rewards.is_missing(value) == (texts == [] and value != [])
+    assert answers.as_texts(value) == texts and rewards.is_missing(value) == (texts == [] and value not in ([], "[]"))
 
 
 @pytest.mark.parametrize("text,content", [
@@ -40,21 +68,14 @@ def test_a_single_value_is_a_list_of_one_and_a_missing_one_none(value, texts):
     ("\\boxed is a command", None), ("\\boxed", None), ("\\boxed{", None), ("\\boxedx", None), ("\\boxed{}", None), ("4", None), ("{4}", None), ("box{4}", None),
 ])
 def test_the_content_of_a_box(text, content):
-    assert answers.extract_boxed(text) == content
+    assert rewards.extract_boxed(text) == content
 
 
-def test_the_block_is_the_last_one_of_the_answer_or_of_the_text():
-    block = "```python\n{}\n```"
-    assert answers.extract_block("x = 1", "python") == "x = 1"
-    assert answers.extract_block(f"a {block.format('x = 1')} b {block.format('x = 2')} c", "python") == "x = 2\n"
-    assert answers.extract_block(f"{block.format('x = 1')}<answer>{block.format('x = 2')}</answer>", "python") == "x = 2\n"
-    assert answers.extract_block("```java\nint x;\n```", "python") == "```java\nint x;\n```"
-    program = block.format("x = 1")
-    for around in (
-        f"Install:\n```bash\npip install x\n```\nThen:\n{program}", f"```json\n{{}}\n```\n{program}", f"{program}\nOutput:\n```\n4\n```",
-        program.replace("\n", "\r\n", 1), program.replace("python", "Python3"),
-        f"```\n4\n```\n{program}\n```text\n5\n```",
-    ):
-        assert answers.extract_block(around, "python3?|py").strip() == "x = 1", around
-    assert answers.extract_block(f"{block.format('x = 1')}\n```\nx = 2\n```", "json") == "x = 2\n"
-    assert answers.extract_block("- so:\n  ```python\n  x = 1\n  y = 2\n  ```", "python") == "x = 1\ny = 2\n"
+@pytest.mark.parametrize("text,blocks", [
+    ("x = 1", []), ("a ```python\nx = 1\n``` b ```py\nx = 2\n``` c", ["x = 1\n", "x = 2\n"]), ("```\n4\n```\n```python\nx = 1\n```\n```text\n5\n```", ["x = 1\n"]),
+    ("```java\nint x;\n```", []), ("```\nx = 1\n```\n```bash\nls\n```", ["x = 1\n"]), ("~~~python\nx = 1\n~~~", ["x = 1\n"]), ("````python\n```\n````", ["```\n"]),
+    ("```python3 title=x.py\r\nx = 1\n```", ["x = 1\n"]), ("```Python\nx = 1", ["x = 1"]), ("```pycon\n>>> 1\n```", []), ("- so:\n  ```python\n  x = 1\n  y = 2\n  ```", ["x = 1\ny = 2\n"]),
+    ("```python\nx = 1\n```<answer>```python\nx = 2\n```</answer>", ["x = 2\n"]), ("```python\nx = 1\n```</think>", []),
+])
+def test_the_blocks_of_a_language_in_an_answer(text, blocks):
+    assert answers.fenced_blocks(text, r"python|py\b") == blocks

@@ -328,3 +328,20 @@ def test_ctrl_c_ends_a_call_with_a_limit():
             score(spins, *"ab", examples=EXAMPLES[:1], timeout=20.0)
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_async_functions_that_run_are_cancelled_when_another_one_raises():
+    ended = threading.Event()
+
+    async def waits(completions, **columns):
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.set()
+
+    def raises(completions, **columns):
+        raise KeyError("no column")
+
+    with pytest.raises(RunError, match="reward function raises raised KeyError"):
+        call_and_score([raises, waits], [1.0, 1.0], rollout_of("a", "b"), EXAMPLES[:1])
+    assert ended.wait(5)

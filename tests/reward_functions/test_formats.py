@@ -59,12 +59,38 @@ def test_json_format(text, schema, points):
 def test_json_schemas_are_followed_by_the_package(monkeypatch):
     asked = []
     validator = SimpleNamespace(is_valid=lambda value: asked.append(value) or False)
-    fake = SimpleNamespace(validators=SimpleNamespace(validator_for=lambda schema: lambda schema: validator))
+    class Kind(SimpleNamespace):
+        def __new__(cls, schema):
+            return validator
+
+        @staticmethod
+        def check_schema(schema):
+            if "broken" in schema:
+                raise KeyError("no schema")
+
+    fake = SimpleNamespace(validators=SimpleNamespace(validator_for=lambda schema: Kind))
     monkeypatch.setitem(sys.modules, "jsonschema", fake)
     for schema in {"required": ["x"]}, '{"required": ["x"]}':
         assert reward_functions.json_format(['{"x": 1}'], schema=[schema]) == [0.0] and asked.pop() == {"x": 1}
     validator.is_valid = lambda value: int(value["x"] / 0.01) > 0                # multipleOf, as jsonschema computes it
     assert reward_functions.json_format(['{"x": 1e999}', '{"x": 1}'], schema=[{}, {}]) == [0.0, 1.0]
+    for schema, error in ("{x: 1}", "Expecting property name"), ({"broken": 1}, "no schema"):             # a mistake in the data
+        with pytest.raises(Exception, match=error):
+            reward_functions.json_format(['{"x": 1}'], schema=[schema])
+
+
+@pytest.mark.parametrize("text,number", [
+    ("#### 72", "72"), ("72 dollars.", "72"), ("**72**", "72"), ("\\boxed{72}", "72"), ("It costs $1,000.", "1000"), ("1{,}000 clips", "1000"), ("x=-3", "-3"), ("5-3", "3"),
+    ("so \u22123.", "-3"), ("-$5", "-5"), ("$-5", "-5"), ("0.50", "0.5"), (".5", "0.5"), ("1e3", "1000"), ("12 and 13", "13"), ("7/8", "8"), ("72%", "72"), ("1,2,3", "3"),
+    ("\uff17\uff12", "72"), ("<think>5</think>72", "72"),
+])
+def test_the_last_number_of_a_completion(text, number):
+    assert reward_functions.last_number([text] * 2, answer=[number, number + "1"]) == [1.0, 0.0]
+
+
+def test_without_a_number_or_within_thoughts_there_is_none():
+    texts = ["", "many", "<think>72", "72</think>", "<think>1</think>72<think>"]
+    assert reward_functions.last_number([*texts, "72", "72"], answer=["72"] * 5 + [None, ["71", 72]]) == [0.0] * 5 + [None, 1.0]
 
 
 @pytest.mark.parametrize(

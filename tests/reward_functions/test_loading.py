@@ -4,6 +4,7 @@ import importlib.util
 import inspect
 from dataclasses import replace
 import json
+import os
 import subprocess
 import sys
 
@@ -67,6 +68,34 @@ def test_a_reward_file_imports_its_neighbours_and_our_modules_stay_ours(tmp_path
         assert load_reward_function(f"{tmp_path}/rewarding.py:{name}")(["ab"]) == points
     with pytest.raises(ValueError, match=r"cannot import name 'mine' from 'data' \(.*data.py\)"):
         load_reward_function(f"{tmp_path}/hidden.py:f")
+
+
+def test_an_edited_file_or_neighbour_is_loaded_again_and_a_neighbour_belongs_to_its_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.path", [*sys.path])
+    for folder, number in ("one", 1.0), ("two", 2.0):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "helper_of_both.py").write_text(f"NUMBER = {number}\n")
+        code = "from helper_of_both import NUMBER\ndef given(completions, **columns): return [NUMBER] * len(completions)\n"
+        (tmp_path / folder / "mine.py").write_text(code)
+    names = [f"{tmp_path}/{folder}/mine.py:given" for folder in ("one", "two")]
+    one, two = map(load_reward_function, names)
+    assert one(["a"]) == [1.0] and two(["a"]) == [2.0]
+    assert load_reward_function(names[0]) is one and load_reward_function(names[1]) is two, "a module is loaded once"
+    (tmp_path / "one/helper_of_both.py").write_text("NUMBER = 3.0\n")
+    assert load_reward_function(names[0])(["a"]) == [3.0] and load_reward_function(names[1])(["a"]) == [2.0]
+    (tmp_path / "two/mine.py").write_text("def given(completions, **columns): return [4.0]\n")
+    assert load_reward_function(names[1])(["a"]) == [4.0]
+
+
+def test_other_processes_import_a_reward_file_by_its_name(tmp_path):
+    (tmp_path / "with_a_pool.py").write_text(
+        "import multiprocessing\ndef length(text): return float(len(text))\ndef lengths(completions, **columns):\n"
+        "    with multiprocessing.get_context('spawn').Pool(1) as pool:\n        return pool.map(length, completions)\n")
+    code = (
+        "from reward_functions.loading import load_reward_function\nif __name__ == '__main__':\n"
+        f"    assert load_reward_function('{tmp_path}/with_a_pool.py:lengths')(['ab', 'c']) == [2.0, 1.0]\n")
+    (tmp_path / "program.py").write_text(code)
+    subprocess.run([sys.executable, tmp_path / "program.py"], env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True)
 
 
 def test_an_instance_stays_and_what_cannot_be_called_is_refused():

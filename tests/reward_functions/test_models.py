@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
+from engine.devices import best_device
 from model import byte_tokenizer
 from reward_functions import models
 from reward_functions.models import classifier, judge, parse_rating
@@ -48,6 +49,24 @@ def test_a_classifiers_points_do_not_depend_on_the_batch(reward_model):
     assert liked(texts, prompts=["p"] * 4) == pytest.approx(alone, abs=1e-5)
     assert len(set(alone)) == 4 and liked.__name__ == "liked"
     assert liked([[{"role": "assistant", "content": "a"}]], prompts=[PROMPT])[0] != alone[0], "the prompt counts"
+
+
+def test_padding_is_that_of_the_tokenizer_whatever_the_models_settings_say(reward_model, tmp_path):
+    texts = ["a", "a somewhat longer completion", ""]
+    expected = classifier("liked", reward_model, batch_size=1)(texts, prompts=["p"] * 3)
+    path = save(tmp_path, num_labels=1, pad_token_id=7)
+    assert classifier("liked", path, batch_size=3)(texts, prompts=["p"] * 3) == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_classifier_runs_on_the_device_of_the_run(reward_model, monkeypatch):
+    monkeypatch.setattr("engine.devices.chosen_device", "auto")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("meta"))
+    used = []
+    monkeypatch.setattr(LlamaForSequenceClassification, "to", lambda self, device: used.append(device.type) or self)
+    liked = classifier("liked", reward_model)                      # when its file is loaded, the device may be unknown
+    best_device("cpu")
+    liked(["a"], prompts=["p"])
+    assert used == ["cpu"]
 
 
 def test_of_a_long_conversation_the_end_counts(reward_model):

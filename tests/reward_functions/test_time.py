@@ -8,7 +8,7 @@ from test_rewards import COLUMNS
 
 from environments.tools import guess_letter
 from environments.tools import calculate, run_calls
-from reward_functions import answers, mathematics
+from reward_functions import mathematics, programs
 from reward_functions.models import parse_rating
 from reward_functions.loading import BUILT_IN, load_reward_function
 
@@ -37,8 +37,8 @@ def rating(text):
 READERS = {
     **{name: lambda text, name=name: points(name, text, text) for name in BUILT_IN if name not in IN_A_SANDBOX},
     "judge": rating,
-    "math_equality's reading": lambda text: (mathematics.final_answer(text), mathematics.as_latex(text)),
-    "passes_tests's reading": lambda text: answers.extract_block(text, "python|py"),
+    "math_equality's reading": lambda text: mathematics.in_box(text[:mathematics.LONGEST_TEXT]),
+    "passes_tests's reading": lambda text: programs.program_of(text, {"f(1)"}),
     "calculator": lambda text: run_calls(text, {"calculate": calculate}),
     "guess_letter": lambda text: guess_letter([{"role": "assistant", "content": text}], "e"),
 }
