@@ -41,7 +41,8 @@ def check(run) -> None:
         counts = counts_of_right(groups, run.config)
         of = f"right, of {len(groups.rollout.completions)}: "
         run.console.print(of + (", ".join(f"{name} {n}" for name, n in counts.items()) or "not known"))
-        cause = cause_of(summarize_sampling(groups), run.config, groups) or "rewards differ within groups: there is something to learn"
+        cause = cause_of(summarize_sampling(groups), run.config, groups)
+        cause = cause or "rewards differ within groups: there is something to learn"
         is_first = run.phases[0].name == "grpo"
         run.console.print(cause if is_first else "a cold start comes first, so completions will change")
 

@@ -64,8 +64,8 @@ class OneLineParser(argparse.ArgumentParser):
             flags = [word for word in unknown if word.startswith("--")]
             if not flags and "=" not in "".join(unknown):
                 raise ValueError(
-                    f"{' '.join(unknown)}: a second value, but the flag before it takes one; of several files "
-                    "make one: cat a.jsonl b.jsonl > both.jsonl")
+                    f"{' '.join(unknown)}: a second value, but the flag before it takes one; of several "
+                    "files make one: cat a.jsonl b.jsonl > both.jsonl")
             raise ValueError(explain_unknown(flags or unknown, [action.dest for action in self._actions]))
         return args
 
