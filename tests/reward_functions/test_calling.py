@@ -21,7 +21,7 @@ from engine.errors import RunError
 from reward_functions.calling import Reports
 from reward_functions.loading import load_reward_function
 from runs.folder import read_jsonl
-from runs.results import evaluate_and_log
+from runs.results import evaluate_and_log, refuse_taken_names
 from sources import load_examples
 from train import grpo_training_step
 
@@ -180,8 +180,6 @@ def test_logged_values_reach_metrics_and_records_of_a_step_and_an_evaluation(tmp
         log_extra("object", [{1}] * len(completions))
         for value in 1.0, 2.0:
             log_metric("spread", torch.tensor(value))
-        log_metric("grad_norm", -5.0)
-        log_metric("step", -5.0)
         return [float(len(c)) for c in completions]
 
     run = start_run(tmp_path, "--use_grpo", "--cold_start_steps", "0", "--eval_limit", "4")
@@ -192,7 +190,9 @@ def test_logged_values_reach_metrics_and_records_of_a_step_and_an_evaluation(tmp
     evaluate_and_log(run)
     step, evaluation = read_jsonl(run.folder.path / "metrics.jsonl")
     assert step["spread"] == 1.5 and evaluation["eval_spread"] == 1.5
-    assert step["grad_norm"] > 0 and step["step"] == run.progress.step, "our own metrics have precedence"
+    for name in "grad_norm", "step":
+        with pytest.raises(RunError, match=f"log_metric: {name} is a metric of the run itself; choose another name"):
+            refuse_taken_names({name: -5.0}, step)
     records = read_jsonl(run.folder.path / "rollouts.jsonl")
     assert [r["extra"] for r in records] == [{"first": r["completion"][:1], "tensor": i, "object": "{1}"} for i, r in enumerate(records)]
 
