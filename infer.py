@@ -100,7 +100,7 @@ def sample_answers(
     check_context_length(policy.model, longest, config.generation_max_length)
     to_stderr = partial(print, file=sys.stderr)
     idle_cores.choose_threads(to_stderr)
-    return evaluation.sample_and_score(
+    return evaluation.sample_and_score_problems(
         policy, problems, config, Scoring(functions, config.weights, environment), seed=args.seed,
         num_completions=args.samples, done=done, notify=to_stderr)
 

@@ -78,7 +78,7 @@ def test_answers_do_not_wait_for_the_check_of_packing_and_are_marked_if_truncate
 def test_a_model_that_only_answers_is_frozen_and_stored_in_the_precision_it_computes_in(folder, monkeypatch):
     engines = []
     monkeypatch.setattr(infer, "print_answers", lambda *_: None)
-    monkeypatch.setattr(evaluation, "sample_and_score", lambda engine, *_, **options: engines.append(engine) or [])
+    monkeypatch.setattr(evaluation, "sample_and_score_problems", lambda engine, *_, **options: engines.append(engine) or [])
     for precision in "auto", "bfloat16":
         infer.main(["--model_path", folder, "--question", "1", "--precision", precision])
     models = [engine.model for engine in engines]
