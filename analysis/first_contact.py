@@ -34,21 +34,31 @@ FORMS = {                       # how models mark answers: what is printed, and 
 def check(run) -> None:
     """Print what a user has to know about a Run before it begins; see print_rewards for the table."""
     has_rewards = run.reward_functions and run.config.grpo.reward_functions != ["none"]
-    groups = sample_and_describe(run) if has_rewards else None
+    groups, limit = sample_and_describe(run) if has_rewards else (None, 0)
     print_rewards(run, groups)
     run.console.print("the model and the sampler agree: the start-up check has passed")
     if groups:
         counts = counts_of_right(groups, run.config)
         of = f"right, of {len(groups.rollout.completions)}: "
         run.console.print(of + (", ".join(f"{name} {n}" for name, n in counts.items()) or "not known"))
-        cause = cause_of(summarize_sampling(groups), run.config, groups)
-        cause = cause or "rewards differ within groups: there is something to learn"
-        is_first = run.phases[0].name == "grpo"
-        run.console.print(cause if is_first else "a cold start comes first, so completions will change")
+        run.console.print(conclusion(run, groups, limit))
 
 
-def sample_and_describe(run) -> Groups:
-    """Sample some completions of a Run's first prompts. Print one, and the time and memory of the run."""
+def conclusion(run, groups: Groups, limit: int) -> str:
+    """Return the last sentence of --check. limit: where its completions were cut, in tokens"""
+    metrics = summarize_sampling(groups)
+    if run.phases[0].name != "grpo":
+        return "a cold start comes first, so completions will change"
+    if limit < run.config.grpo.generation_max_length and metrics["truncated"] > 0.3:
+        return f"{metrics['truncated']:.0%} had not ended after {limit} tokens: too slow here to judge rewards"
+    return cause_of(metrics, run.config, groups) or "rewards differ within groups: there is something to learn"
+
+
+def sample_and_describe(run) -> tuple[Groups, int]:
+    """Sample some completions of a Run's first prompts. Print one, and the time and memory of the run.
+
+    Returns the completions, and the length at which they were cut.
+    """
     config, policy, notify = run.config, run.policy, run.console.print
     device, limit = policy.model.device, config.grpo.generation_max_length
 
@@ -76,7 +86,7 @@ def sample_and_describe(run) -> Groups:
     of_sampling = of_token * mask.shape[1] * (limit / shorter)       # up to the longest completion
     notify(time_of_run(run, of_sampling, of_row))
     notify(f"peak memory so far {peak_memory_gb(device):.1f} GB")
-    return groups
+    return groups, shorter
 
 
 def sample_and_score(
