@@ -50,8 +50,9 @@ def conclusion(run, groups: Groups, limit: int) -> str:
     if run.phases[0].name != "grpo":
         return "a cold start comes first, so completions will change"
     if limit < run.config.grpo.generation_max_length and metrics["truncated"] > 0.3:
-        return f"{metrics['truncated']:.0%} had not ended after {limit} tokens: too slow here to judge rewards"
-    return cause_of(metrics, run.config, groups) or "rewards differ within groups: there is something to learn"
+        return f"{metrics['truncated']:.0%} had not ended after {limit} tokens: too slow here to judge them"
+    learns = "rewards differ within groups: there is something to learn"
+    return cause_of(metrics, run.config, groups) or learns
 
 
 def sample_and_describe(run) -> tuple[Groups, int]:
