@@ -84,7 +84,9 @@ class DataConfig:
         "'Make {target} from {nums}.'; empty: search for a usual name")
     answer_column: str = flag("", "column of the answer; empty: search for a usual name")
     completion_column: str = flag("", "column of the demonstration; empty: search for a usual name")
-    eval_limit: int = flag(256, "held-out problems per evaluation; 0: no evaluations", ge=0)
+    eval_limit: int = flag(
+        -1, "held-out problems per evaluation; 0: no evaluations; -1: 256, but 64 for a model_path on a CPU, "
+        "where 256 take long", ge=-1)
     shuffle: bool = flag(
         True, "shuffle the rows in every epoch; false: keep the order of the source, such as a file sorted "
         "from easy to hard; the built-in problems are always shuffled by the seed")
@@ -298,6 +300,8 @@ class TrainingConfig:
         "fsdp=4,tp=2 also splits every layer's matrices between 2; empty: one copy sharded over all")
     eval_steps: int = flag(50, "steps between evaluations; 0: only before and after each phase", ge=0)
     save_steps: int = flag(100, "steps between checkpoints; 0: only at the end of each phase", ge=0)
+    eval_samples: int = flag(
+        1, "completions of each held-out problem; 2 or more: also pass@k and majority@n", gt=0, le=2**16)
     keep_best: bool = flag(
         False, "save the policy with the best evaluation in best/; the maximum of many evaluations is biased "
         "upwards")

@@ -5,15 +5,16 @@ Ask a language model, evaluate it, or report on runs.
     python infer.py --model_path RUN/final --evaluate arithmetic --limit 256
     python infer.py --report RUN
 
---evaluate prints the accuracy, if answers are known, and the mean of each reward function, with 95 %
-intervals; with several --samples per problem also pass@k and majority@n. --json FILE writes these and all
-completions, also for prompts without answers. Not supported: chat and serving; use transformers.
+--evaluate prints the accuracy, if a reward function says what is right, and the mean of the others, with 95 %
+intervals; with several --samples per problem also pass@k and majority@n. --json FILE has these and all
+completions, also for prompts without answers. It is written after every batch of problems, and the same
+command continues it. Not supported: chat and serving; use transformers.
 """
 
 import argparse
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 from runs.errors import exit_on_errors  # first, see runs/__init__.py
@@ -23,13 +24,14 @@ from config import GRPOConfig, ModelConfig
 from data import as_text, encode_prompt
 from engine.device_policy import DevicePolicy
 from engine.devices import best_device, idle_cores
+from engine.fingerprints import fingerprint_of_examples, fingerprint_of_model
 from engine.models import check_context_length, load_any_policy, move, resolve_precision
 from environments.instances import load_environment, refuse_missing_columns, tools_of
 from experience import Groups
 from reward_functions.loading import load_reward_functions, require_columns
 from rewards import is_missing, text_of
 from runs.command_line import parse_infer, section_of
-from runs.folder import or_none
+from runs.folder import replace_text, without_nan
 from runs.groups import Scoring
 from runs.startup_check import choose_engine, refuse_wrong_sampler
 from sources import load_examples
@@ -44,12 +46,25 @@ def main(argv: list[str]) -> None:
         print(report.compare_runs(args.report) if others else report.write_report(run))
         return
     functions = load_reward_functions(args.reward_functions)
-    environment = load_environment(args.environment)
-    if args.evaluate is None:
-        print_answers(args, sample_answers(args, [{"prompt": args.question}], functions, environment))
-    else:
+    environment, problems = load_environment(args.environment), [{"prompt": args.question}]
+    if args.evaluate is not None:
         problems = load_problems(args, functions, environment)
-        print_evaluation(args, sample_answers(args, problems, functions, environment))
+    problems = [instructed(problem, args.instruction) for problem in problems]
+    args.precision = resolve_precision(args.precision, best_device(args.device))          # not auto
+    args.model, args.examples = fingerprint_of_model(args.model_path), fingerprint_of_examples(problems)
+    records = read_results(args)
+    if len(records) < len(problems):
+        try:
+            for groups in sample_answers(args, problems, functions, environment, done=len(records)):
+                records += evaluation.records_of(groups)
+                write_results(args, records)
+        finally:
+            if args.json and len(records) < len(problems):
+                print(f"{args.json}: {len(records)} of {len(problems)} problems", file=sys.stderr)
+    if args.evaluate is None:
+        print_answers(args, records)
+    else:
+        print_evaluation(args, records)
 
 
 def load_problems(args: argparse.Namespace, functions: list, environment: Callable | None) -> list[dict]:
@@ -64,19 +79,16 @@ def load_problems(args: argparse.Namespace, functions: list, environment: Callab
         raise ValueError(
             f"--evaluate={args.evaluate}: no example has an answer; name its column with --answer_column, "
             "choose --reward_functions that need none, or use --json to write only completions")
-    if args.json:
-        args.json.open("a").close()                       # raises OSError before sampling
     return problems
 
 
 def sample_answers(
-    args: argparse.Namespace, examples: list[dict], functions: list, environment: Callable | None
-) -> Groups:
-    """Sample --samples completions of each example with the model of --model_path, and score them."""
+    args: argparse.Namespace, problems: list[dict], functions: list, environment: Callable | None, done: int
+) -> Iterator[Groups]:
+    """Load the model of --model_path, and return an iterator over batches of problems behind those done."""
     if not args.model_path:
         print("no --model_path: using the built-in model with random weights, untrained", file=sys.stderr)
     device = best_device(args.device)
-    args.precision = resolve_precision(args.precision, device)                   # not auto, in --json too
     config = section_of(args, GRPOConfig)
     model, tokenizer = load_any_policy(section_of(args, ModelConfig), trainable=False)
     tokenizer.tools = tools_of(environment)               # for the chat template
@@ -84,57 +96,90 @@ def sample_answers(
     if args.evaluate or device.type == "xla":             # checking takes some seconds
         policy, _ = choose_engine(policy, ["1+1=?"], config)
     refuse_wrong_sampler(policy)
-    examples = [instructed(example, args.instruction) for example in examples]
-    longest = max(len(encode_prompt(tokenizer, example)) for example in examples)
+    longest = max(len(encode_prompt(tokenizer, problem)) for problem in problems)
     check_context_length(policy.model, longest, config.generation_max_length)
-    idle_cores.choose_threads(partial(print, file=sys.stderr))
+    to_stderr = partial(print, file=sys.stderr)
+    idle_cores.choose_threads(to_stderr)
     return evaluation.sample_and_score_problems(
-        policy, examples, config, Scoring(functions, config.weights, environment), seed=args.seed,
-        num_completions=args.samples)
+        policy, problems, config, Scoring(functions, config.weights, environment), seed=args.seed,
+        num_completions=args.samples, done=done, notify=to_stderr)
 
 
-def print_answers(args: argparse.Namespace, groups: Groups) -> None:
-    """Print the completions of a question."""
-    rollout = groups.rollout
-    for completion, finished in zip(rollout.completions, rollout.finished.tolist(), strict=True):
-        print(report.escape(as_text(completion)))
-        if not finished:
-            print(f"(truncated at --generation_max_length={args.generation_max_length})")
+# ---- results -----------------------------------------------------------------------------------------------
 
 
-def print_evaluation(args: argparse.Namespace, groups: Groups) -> None:
-    """Print accuracy and mean rewards over the problems, with 95 % intervals, and write --json."""
-    estimates = evaluation.estimate_all(groups)
-    del estimates["reward/correctness"]                   # the accuracy
-    if args.reward_functions != ["correctness"]:
-        estimates["reward"] = evaluation.estimate_rewards(groups.scores)
-    for name, estimate in estimates.items():
-        mean, low, high, problems = estimate.values()
-        shown = "?" if mean is None else f"{mean:.3f}"
-        interval = "" if low is None else f" [{low:.3f}, {high:.3f}]"
-        print(f"{name} {shown}{interval} of {problems}" + (f" x {args.samples}" if args.samples > 1 else ""))
-    is_tagged = any("</answer>" in text_of(completion) for completion in groups.rollout.completions)
-    if not is_tagged and estimates.get("accuracy", {}).get("mean") == 0:
-        print("no completion has an <answer>...</answer>: request it with --instruction", file=sys.stderr)
-    if args.json:
-        results = vars(args) | {"estimates": estimates, "problems": with_completions(groups)}
-        args.json.write_text(json.dumps(results, indent=1, default=str) + "\n")
-        print(f"{args.json}: {len(groups.examples)} prompts with their completions")
+def read_results(args: argparse.Namespace) -> list[dict]:
+    """Return the problems in --json with their completions, [] if there is no such file.
 
-
-def with_completions(groups: Groups) -> list[dict]:
-    """Return each example with its completions; rewards are None where a function could not score."""
-    rollout, n, records = groups.rollout, groups.scores.shape[1], []
-    for p, example in enumerate(groups.examples):
-        completions = [{
-            "completion": rollout.completions[p * n + g], "finished": bool(rollout.finished[p * n + g]),
-            "reward": or_none(groups.scores[p, g]),
-            "rewards": {name: or_none(rewards[p, g]) for name, rewards in groups.per_function.items()},
-        } for g in range(n)]
-        records.append(example | {"completions": completions})
+    Raise OSError if it cannot be written, ValueError if it was written with other settings or problems.
+    """
+    if not args.json:
+        return []
+    args.json.open("a").close()                           # raises OSError before sampling
+    if not (text := args.json.read_text()):
+        return []
+    try:
+        saved = json.loads(text)
+        records = saved["problems"]
+    except (ValueError, TypeError, KeyError):
+        raise ValueError(f"--json={args.json}: is not a file of infer.py; name another one") from None
+    for name, value in settings_of(args).items():
+        if name != "generation_batch_size" and saved.get(name) != value:
+            raise ValueError(f"--json={args.json}: was written with {name} {saved.get(name)!s:.60}, not "
+                             f"{value!s:.60}; name another file, or remove it")
+    print(f"{args.json}: has {len(records)} problems already", file=sys.stderr)
     return records
 
 
+def settings_of(args: argparse.Namespace) -> dict:
+    """Return the flags, and the fingerprints of model and problems, as JSON."""
+    return without_nan({name: value for name, value in vars(args).items() if name != "json"})
+
+
+def write_results(args: argparse.Namespace, records: list[dict]) -> None:
+    """Replace --json by the settings, the estimates so far, and the problems with their completions."""
+    if args.json:
+        results = settings_of(args) | {"estimates": estimates_of(records), "problems": records}
+        replace_text(args.json, json.dumps(results, indent=1) + "\n")
+
+
+def estimates_of(records: list[dict]) -> dict[str, dict]:
+    """Estimate accuracy, mean rewards of the other functions and, if there are any, of the weighted sum."""
+    estimates = evaluation.estimate_all(records)
+    right = estimates.get("accuracy", {}).get("function", "correctness")         # without answers, nothing
+    estimates.pop(f"reward/{right}", None)
+    if any(name.startswith("reward/") for name in estimates):
+        estimates["reward"] = evaluation.estimate_rewards(evaluation.rewards_of(records))
+    return estimates
+
+
+def print_answers(args: argparse.Namespace, records: list[dict]) -> None:
+    """Print the completions of a question."""
+    for completion in records[0]["completions"]:
+        print(report.escape(as_text(completion["completion"])))
+        if not completion["finished"]:
+            print(f"(truncated at --generation_max_length={args.generation_max_length})")
+
+
+def print_evaluation(args: argparse.Namespace, records: list[dict]) -> None:
+    """Print accuracy and mean rewards over the problems, with 95 % intervals, and the path of --json."""
+    estimates = estimates_of(records)
+    for name, estimate in estimates.items():
+        mean, low, high = (estimate[key] for key in ("mean", "low", "high"))
+        shown = "?" if mean is None else f"{mean:.3f}"
+        interval = "" if low is None else f" [{low:.3f}, {high:.3f}]"
+        samples = f" x {args.samples}" if args.samples > 1 else ""
+        cut = f", cut {estimate['truncated']:.0%}" if "truncated" in estimate else ""
+        print(report.escape(f"{name} {shown}{interval} of {estimate['problems']}{samples}{cut}"))
+    texts = [text_of(each["completion"]) for record in records for each in record["completions"]]
+    accuracy = estimates.get("accuracy", {"mean": 1})
+    none_right = accuracy["mean"] == 0 and accuracy["function"] == "correctness"
+    if none_right and not any("</answer>" in text for text in texts):
+        print("no completion has an <answer>...</answer>: request it with --instruction", file=sys.stderr)
+    if args.json:
+        print(f"{args.json}: {len(records)} prompts with their completions")
+
+
 if __name__ == "__main__":
-    with exit_on_errors("infer.py"):
+    with exit_on_errors("infer.py", stopped="the same command continues --json FILE"):
         main(sys.argv[1:])

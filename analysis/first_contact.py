@@ -41,7 +41,8 @@ def check(run) -> None:
         counts = counts_of_right(groups, run.config)
         of = f"right, of {len(groups.rollout.completions)}: "
         run.console.print(of + (", ".join(f"{name} {n}" for name, n in counts.items()) or "not known"))
-        cause = cause_of(groups, run.config) or "rewards differ within groups: there is something to learn"
+        cause = cause_of(summarize_sampling(groups), run.config, groups)
+        cause = cause or "rewards differ within groups: there is something to learn"
         is_first = run.phases[0].name == "grpo"
         run.console.print(cause if is_first else "a cold start comes first, so completions will change")
 
@@ -111,12 +112,17 @@ def counts_of_right(groups: Groups, config: Config) -> dict[str, int]:
     return counts
 
 
-def cause_of(groups: Groups, config: Config) -> str:
-    """Return why sampled groups teach nothing, with the flag to change; "" if they do teach."""
+def cause_of(metrics: dict, config: Config, groups: Groups | None = None) -> str:
+    """Return why groups with these metrics teach nothing, with the flag to change; "" if they do teach.
+
+    groups  to look at their completions too
+    """
+    if groups is None:
+        return cause_of_no_signal(metrics, config.flags)
     texts = [text_of(completion) for completion in groups.rollout.completions]
     counts = [f"{sum(bool(form.search(text)) for text in texts)} have {name}" for name, form in FORMS.items()]
     seen = f"of {len(texts)}, {', '.join(counts)}"
-    return cause_of_no_signal(summarize_sampling(groups), config.flags, counts_of_right(groups, config), seen)
+    return cause_of_no_signal(metrics, config.flags, counts_of_right(groups, config), seen)
 
 
 def time_of_run(run, of_sampling: float, of_row: float) -> str:

@@ -24,7 +24,7 @@ from analysis.doctor import diagnose
 from config import DEFAULTS, ModelConfig
 from data import as_text
 from engine.models import load_any_tokenizer
-from runs.console import reward_text, shows_accuracy, with_interval, with_limits
+from runs.console import reward_text, with_interval, with_limits
 from runs.folder import or_none, read_jsonl, read_records, replace_text
 from sources.settings import read_settings
 
@@ -203,7 +203,7 @@ def compare_runs(folders: list[Path]) -> str:
     for run in runs:
         values = tuple(" ".join(str(run["settings"][name]).split()) for name in differ)      # of one line
         variants.setdefault(values, []).append(run)
-    by_accuracy = all(shows_accuracy(run["after"], run["settings"]) for run in runs)
+    by_accuracy = all("eval_accuracy" in run["after"] for run in runs)
     rewards = {name for run in runs for name in run["after"] if name.startswith("eval_reward/")}
     metrics = ["eval_accuracy"] if by_accuracy else sorted(rewards)
     columns = [(metric, when) for metric in metrics for when in ("before", "after")]

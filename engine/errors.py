@@ -18,6 +18,10 @@ class RunError(RuntimeError):
     """A run cannot continue. The message is one line that states what to change; the exit code is 1."""
 
 
+class Stopped(RunError):
+    """A signal has asked for the end of a run in the middle of an evaluation, which a resumed run repeats."""
+
+
 class CannotShare(Exception):
     """The layers of a model cannot share prompts between completions. The plain engine can."""
 

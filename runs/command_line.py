@@ -5,6 +5,7 @@ Mistakes raise ValueError with one line.
 """
 
 import argparse
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import fields
@@ -61,6 +62,10 @@ class OneLineParser(argparse.ArgumentParser):
         args, unknown = self.parse_known_args(words)
         if unknown:
             flags = [word for word in unknown if word.startswith("--")]
+            if not flags and "=" not in "".join(unknown):
+                raise ValueError(
+                    f"{' '.join(unknown)}: a second value, but the flag before it takes one; of several "
+                    "files make one: cat a.jsonl b.jsonl > both.jsonl")
             raise ValueError(explain_unknown(flags or unknown, [action.dest for action in self._actions]))
         return args
 
@@ -144,7 +149,8 @@ def parse_infer(argv: list[str], description: str) -> argparse.Namespace:
     modes("--evaluate", metavar="DATASET", help="a file, hub id or built-in task with problems or prompts")
     modes("--report", metavar="RUN", nargs="+", type=Path,
           help="write RUN/report.html: curves, advice, settings, completions; or compare several runs")
-    add("--json", metavar="FILE", type=Path, help="write results of --evaluate and all completions to FILE")
+    add("--json", metavar="FILE", type=Path,
+        help="write results of --evaluate and all completions to FILE, or continue it with the same settings")
     add("--samples", type=int, default=1, help="completions of each prompt [%(default)s]")
     add("--split", default="test", help="train, test, or another split of a hub data set [%(default)s]")
     add("--limit", type=int, default=256, help="evaluate the first n problems, 0: all [%(default)s]")
@@ -159,6 +165,8 @@ def parse_infer(argv: list[str], description: str) -> argparse.Namespace:
         parser, shared, reward_functions=["correctness"], generation_batch_size=64,
         generation_temperature=1.0, generation_top_p=1.0, generation_top_k=0)
     args = parser.parse_all(argv)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError("WORLD_SIZE: infer.py runs in one process; start it without torchrun")
     if (args.question, args.evaluate, args.report) == (None, None, None):
         raise ValueError("give one of --question, --evaluate and --report")
     if args.evaluate is None and (args.json or args.reward_functions != ["correctness"]):

@@ -5,7 +5,6 @@ Texts of models and data sets are printed with repr(), so that their characters 
 """
 
 import math
-import re
 import time
 from contextlib import suppress
 from datetime import timedelta
@@ -20,7 +19,7 @@ from engine.devices import num_processes
 UNITS = {                       # the console line: metric -> label, in order of importance: not all may fit
     "loss": "loss {:.3f}",
     "mean_reward": "reward {:.2f}",
-    "reward/correctness": "correct {:.0%}",
+    "correct": "correct {:.0%}",
     "skipped": "skipped {} not finite",
     "unscored": "unscored {:.0%}",
     "truncated": "cut {:.0%}",  # before its symptoms
@@ -46,6 +45,7 @@ class RunConsole:
         self.config = config
         self.rich = Console(soft_wrap=True, highlight=False, quiet=quiet)
         self.last_line = time.monotonic()
+        self.evaluation_seconds = 0.0                     # of the last evaluation
 
     def on_tokens(self, num_tokens: int, num_rows: int) -> None:
         """Print a line if sampling takes long: see SILENCE."""
@@ -81,10 +81,15 @@ class RunConsole:
             self.print(f"phase {phase.name}: {phase.steps} steps of {amount}")
 
     def print_step(self, phase: str, step: int, total: int, step_of_run: int, metrics: dict) -> None:
-        """Print a line for a step, with the remaining time of its phase. step, total: within the phase."""
-        steps_left = (total - step) / metrics.get("updates", 1)
+        """Print a line for a step, with the remaining time of its phase and of its evaluations.
+
+        step, total  within the phase
+        """
+        steps_left, every = (total - step) / metrics.get("updates", 1), self.config.training.eval_steps
+        evaluations_left = math.ceil((total - step) / every) if every else 1
+        seconds = steps_left * metrics["step_seconds"] + evaluations_left * self.evaluation_seconds
         line = f"{phase} {step_of_run:>4}/{step_of_run - step + total}"
-        end = f"  left {timedelta(seconds=round(steps_left * metrics['step_seconds']))}"
+        end = f"  left {timedelta(seconds=round(seconds))}"
         optional = "unscored", "skipped", "truncated"
         for name, form in UNITS.items():
             value = metrics.get(name, math.nan)
@@ -130,20 +135,17 @@ def reward_text(reward: float | None) -> str:
     return "?" if reward is None else f"{reward:+.2f}"
 
 
-def shows_accuracy(result: dict, flags: dict) -> bool:
-    """Return True if the accuracy is known, and correctness is a reward function or there are none."""
-    by_accuracy = not flags["use_grpo"] or {"correctness", "none"} & {*flags["reward_functions"]}
-    return bool(by_accuracy) and "eval_accuracy" in result
-
-
 def held_out_text(result: dict, config: Config) -> str:
-    """Return "accuracy 0.910 [0.870, 0.940] of 256", or rewards if correctness is not a reward function."""
-    if shows_accuracy(result, config.flags):
-        return f"accuracy {with_interval(result, 'eval_accuracy')} of {result['eval_problems']}"
+    """Return "accuracy 0.910 [0.870, 0.940] of 256, cut 3%", or rewards if the accuracy is unknown."""
+    if "eval_accuracy" in result:
+        n = config.training.eval_samples
+        text = f"accuracy {with_interval(result, 'eval_accuracy')} of {result['eval_problems']}"
+        text += f" x {n}, pass@{n} {result[f'eval_pass@{n}']:.3f}" if n > 1 else ""
+        return f"{text}, cut {result['eval_truncated']:.0%}"
     scored = []
     for metric, mean in result.items():
         kind, _, name = metric.partition("/")
-        if kind == "eval_reward" and name != "correctness" and mean is not None:
+        if kind == "eval_reward" and mean is not None:
             scored.append(f"reward {name} {with_interval(result, metric)}")
     return ", ".join(scored) or "nothing could be scored"
 
@@ -156,6 +158,6 @@ def with_interval(result: dict, metric: str) -> str:
 
 
 def with_limits(metric: str) -> tuple[str, ...]:
-    """Return the names of a metric and of the limits of its interval."""
-    limits = (re.sub("^eval_(accuracy|reward)", rf"eval_\1_{end}", metric) for end in ("low", "high"))
-    return metric, *limits
+    """Return the names of a metric and of the limits of its interval: eval_reward_low/length, and so on."""
+    kind, slash, name = metric.partition("/")
+    return metric, f"{kind}_low{slash}{name}", f"{kind}_high{slash}{name}"

@@ -27,7 +27,7 @@ def stop_on_signal(ranks):
         if number == signal.SIGINT:
             signal.signal(number, signal.default_int_handler)
             with suppress(OSError):                       # print is not allowed in a handler
-                os.write(2, b"\nstopping after this step; press Ctrl-C again to stop at once\n")
+                os.write(2, b"\nstopping after this step or batch; press Ctrl-C again to stop at once\n")
         elif number == signal.SIGHUP:                     # the terminal is gone; printing would raise
             with open(os.devnull, "w") as nothing:
                 os.dup2(nothing.fileno(), 1)
@@ -45,9 +45,13 @@ def stop_on_signal(ranks):
 
 
 @contextmanager
-def exit_on_errors(program: str, mistakes: tuple = (ValueError, OSError)):
+def exit_on_errors(
+    program: str, mistakes: tuple = (ValueError, OSError),
+    stopped: str = "--resume continues a run from its last checkpoint",
+):
     """End a program with one line instead of a traceback, if the cause is not a bug in the program.
 
+    stopped  what to do after Ctrl-C
     The exit code is 2 for a mistake of the user, 1 for an error that ends a run, 130 for Ctrl-C.
     """
     try:
@@ -57,7 +61,7 @@ def exit_on_errors(program: str, mistakes: tuple = (ValueError, OSError)):
     except (*RAISED_BY_ALL, OSError) as error:                  # OSError: a full disk
         end_program(f"{program}: {error}", 1)
     except KeyboardInterrupt:
-        end_program(f"{program}: stopped at once; --resume continues a run from its last checkpoint", 130)
+        end_program(f"{program}: stopped at once; {stopped}", 130)
     except Exception as error:
         if not is_out_of_memory(error):
             if other_rank_ended():                        # it has printed why; a collective failed here

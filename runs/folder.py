@@ -122,7 +122,7 @@ class RunFolder:
         if not self.writes:
             return
         first = {"step": step, "phase": phase}            # a record cannot replace these
-        lines = [json.dumps(first | record | first, default=str) for record in records]
+        lines = [json.dumps(without_nan(first | record | first)) for record in records]
         with (self.path / name).open("a") as file:        # all lines, or none if one is not JSON
             file.writelines(line + "\n" for line in lines)
 
@@ -211,6 +211,11 @@ def completion_records(experience) -> list[dict]:
 def or_none(value) -> float | None:
     """Return a number for JSON, None for NaN, infinities and None."""
     return float(value) if value is not None and math.isfinite(value) else None
+
+
+def without_nan(value):
+    """Return a value as JSON has it, with None for NaN and infinities."""
+    return json.loads(json.dumps(value, default=str), parse_constant=lambda _: None)
 
 
 def read_records(path: Path, last_steps: int | None = None) -> Iterator[dict]:

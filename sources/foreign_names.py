@@ -15,6 +15,7 @@ ANSWERS = {
     "dataset_name dataset_path train_files": "--dataset, a file or a hub id (name:configuration)",
     "val_files": "--eval_dataset",
     "dataset_train_split dataset_test_split": "--train_split, --eval_split",
+    "system_prompt system_message": "--instruction, before every prompt, or a system message in the prompts",
     "filter_overlong_prompts truncation": "--long_prompts drop or error",
     "num_generations group_size rollout.n n": "--num_completions_per_prompt",
     "rollout_batch_size train_batch_size": "--batch_size, prompts per rollout",

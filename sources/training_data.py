@@ -23,6 +23,7 @@ def load_data(
     Held-out prompts are removed from the training examples, even if they differ in white space or case.
     """
     data_config, limit = config.data, config.data.eval_limit
+    limit = 256 if limit < 0 else limit
     columns = {name: getattr(data_config, f"{name}_column") for name in COLUMNS}
     options = dict(seed=config.training.seed, columns=columns)
     source = data_config.dataset if dataset is None else dataset

@@ -4,6 +4,8 @@ import json
 import math
 import re
 import statistics
+from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -76,7 +78,7 @@ def test_answers_do_not_wait_for_the_check_of_packing_and_are_marked_if_truncate
 def test_a_model_that_only_answers_is_frozen_and_stored_in_the_precision_it_computes_in(folder, monkeypatch):
     engines = []
     monkeypatch.setattr(infer, "print_answers", lambda *_: None)
-    monkeypatch.setattr(evaluation, "sample_and_score_problems", lambda engine, *_, **options: engines.append(engine))
+    monkeypatch.setattr(evaluation, "sample_and_score_problems", lambda engine, *_, **options: engines.append(engine) or [])
     for precision in "auto", "bfloat16":
         infer.main(["--model_path", folder, "--question", "1", "--precision", precision])
     models = [engine.model for engine in engines]
@@ -115,10 +117,12 @@ def prompts(tmp_path):
 @pytest.fixture
 def scripted(monkeypatch):
     """The completions are those of the list that this returns, over and over."""
-    real, texts = evaluation.score, []
+    real, texts, scored_before = evaluation.score, [], []
 
     def scored(rollout, *args):
-        rollout.completions = [texts[row % len(texts)] for row in range(len(rollout.completions))]
+        count = len(rollout.completions)
+        rollout.completions = [texts[(len(scored_before) + row) % len(texts)] for row in range(count)]
+        scored_before.extend(rollout.completions)
         return real(rollout, *args)
 
     monkeypatch.setattr(evaluation, "score", scored)
@@ -126,9 +130,10 @@ def scripted(monkeypatch):
 
 
 def result_of(tmp_path, *argv):
-    """Evaluate, and return what --json writes."""
-    infer.main([*argv, "--json", str(tmp_path / "result.json")])
-    return json.loads((tmp_path / "result.json").read_text())
+    """Evaluate, if there is an argv, and return what --json wrote."""
+    if argv:
+        infer.main([*argv, "--json", str(tmp_path / "result.json")])
+    return json.loads((tmp_path / "result.json").read_text(), parse_constant=pytest.fail)
 
 
 def test_one_completion_is_what_a_run_says(folder, scripted, settings, capsys):
@@ -136,6 +141,7 @@ def test_one_completion_is_what_a_run_says(folder, scripted, settings, capsys):
         scripted.append(f"<answer>{example['answer'] if p % 3 == 0 else 'x'}</answer>")
     infer.main(["--model_path", folder, *SUMS])
     engine = make_engine("shared", *load_any_policy(Config.of(model_path=folder).model))
+    settings = replace(settings, generation_max_length=4)
     result = evaluation.evaluate(engine, load_examples("arithmetic", "test", limit=40), settings, seed=0)
     assert capsys.readouterr().out == held_out_text(result, Config()) + "\n" and result["eval_accuracy"] == 14 / 40
 
@@ -150,7 +156,8 @@ def test_several_samples_and_reward_functions_are_printed_and_written(folder, sc
     assert found == pytest.approx({"accuracy": 1 / 6, "pass@2": 1 / 3, "pass@3": 0.5, "majority@3": 0.25,
                                    "reward/reasoning_coherence": 2 / 15, "reward": 1 / 6 + 1 / 15})
     for name, mean in found.items():
-        assert re.search(rf"^{name} {mean:.3f}( \[.*\])? of 40 x 3$", printed, flags=re.MULTILINE)
+        cut = ", cut \\d+%" if name == "accuracy" else ""
+        assert re.search(rf"^{name} {mean:.3f}( \[.*\])? of 40 x 3{cut}$", printed, flags=re.MULTILINE)
     assert written["samples"] == 3 and written["reward_weights"] == [1, 0.5]
     first = written["problems"][0]
     assert [completion["completion"] for completion in first["completions"]] == scripted[:3]
@@ -174,10 +181,10 @@ def test_rows_without_an_answer_do_not_count_for_accuracy(folder, scripted, tmp_
     scripted += ["<answer>1</answer>"]
     file = write_lines(tmp_path / "some.jsonl", [{"prompt": "a", "answer": "1"}, {"prompt": "b"}, {"prompt": "c", "answer": "2"}])
     argv = ["--model_path", folder, "--evaluate", file, "--generation_max_length", "4"]
-    written = result_of(tmp_path, *argv, "--reward_functions", "repetition_penalty")
+    written = result_of(tmp_path, *argv, "--reward_functions", "repetition_penalty", "correctness")
     assert [problem["completions"][0]["rewards"]["correctness"] for problem in written["problems"]] == [1.0, None, 0.0]
     printed = capsys.readouterr().out
-    assert re.search(r"accuracy 0.500 \[.*\] of 2\nreward/repetition_penalty 0.000 of 3\nreward 0.000 of 3\n", printed)
+    assert re.search(r"accuracy 0.500 \[.*\] of 2, cut \d+%\nreward/repetition_penalty 0.000 of 3\nreward 0.333 \[.*\] of 3\n", printed)
 
 
 def test_what_a_function_could_not_score_is_left_out(folder, tmp_path, prompts, capsys):
@@ -194,9 +201,15 @@ def test_what_a_function_could_not_score_is_left_out(folder, tmp_path, prompts, 
 
 
 def test_a_function_alone_and_the_sum_have_the_same_interval(folder, tmp_path, prompts, capsys):
-    infer.main(["--model_path", folder, *prompts, "--reward_functions", f"{tmp_path}/mine.py:first_half"])
+    infer.main(["--model_path", folder, *prompts, "--reward_functions", f"{tmp_path}/mine.py:length"])
     function, total = capsys.readouterr().out.splitlines()
-    assert re.fullmatch(r"reward/first_half 0.500 \[.*\] of 8", function) and total == function.replace("/first_half", "")
+    assert re.fullmatch(r"reward/length \d+.\d+ \[.*\] of 8", function) and total == function.replace("/length", "")
+
+
+def test_a_function_of_zeros_and_ones_is_the_accuracy(folder, tmp_path, prompts, capsys):
+    infer.main(["--model_path", folder, *prompts, "--reward_functions", f"{tmp_path}/mine.py:first_half", "--samples", "2"])
+    printed = capsys.readouterr().out
+    assert re.fullmatch(r"accuracy 0.500 \[.*\] of 8 x 2, cut \d+%\npass@2 0.500 \[.*\] of 8 x 2\n", printed), "no majority"
 
 
 def test_a_function_that_raises_is_one_line_or_unscored(folder, tmp_path, prompts):
@@ -211,7 +224,7 @@ def test_a_conversation_whose_environment_raises_is_one_line_or_unscored_and_not
     (tmp_path / "broken.py").write_text("def respond(conversation, answer):\n    return 1 / (int(answer) % 2)\n")
     scripted += ["<answer>1</answer>"]
     argv = ["--model_path", folder, "--evaluate", "arithmetic", "--limit", "8", "--environment", f"{tmp_path}/broken.py:respond",
-            "--max_turns", "2", "--reward_functions", "environment", "--generation_max_length", "400"]
+            "--max_turns", "2", "--reward_functions", "correctness", "environment", "--generation_max_length", "400"]
     with pytest.raises(RunError, match=r"environment .*broken.py:respond raised (ZeroDivision|Type)Error.*--reward_errors none"):
         infer.main(argv)
     written = result_of(tmp_path, *argv, "--reward_errors", "none")
@@ -232,7 +245,53 @@ def test_the_batch_size_bounds_what_is_sampled_at_once_and_changes_no_answer(fol
     monkeypatch.setattr(evaluation, "score", counting)
     argv = ["--model_path", folder, *prompts, "--limit", "3", "--samples", "2", "--reward_functions", "diversity"]
     every = result_of(tmp_path, *argv)["problems"]
-    assert every == result_of(tmp_path, *argv, "--generation_batch_size", f"{size}")["problems"] and batches == [64, size]
+    (tmp_path / "result.json").unlink()
+    assert every == result_of(tmp_path, *argv, "--generation_batch_size", f"{size}")["problems"]
+    assert batches == [64, size, size, size], "at least the two completions of one problem"
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RunError, None])
+def test_an_evaluation_that_stopped_continues_and_its_file_is_that_of_one_that_did_not(folder, tmp_path, prompts, capsys, monkeypatch, error):
+    """The third of four batches raises; after None, all is there, and the model is not loaded."""
+    real, calls = evaluation.score, []
+
+    def raising(*args):
+        calls.append(args)
+        if error and len(calls) == 3:
+            raise error("in the third batch")
+        return real(*args)
+
+    write_lines(tmp_path / "prompts.jsonl", [{"prompt": f"p{i}", "level": math.nan if i else 0.5} for i in range(8)])
+    argv = ["--model_path", folder, *prompts, "--reward_functions", f"{tmp_path}/mine.py:length", "--generation_batch_size", "2"]
+    infer.main([*argv, "--json", str(tmp_path / "whole.json")])
+    printed = capsys.readouterr().out
+    monkeypatch.setattr(evaluation, "score", raising)
+    with pytest.raises(error) if error else nullcontext():
+        result_of(tmp_path, *argv)
+    if error:
+        assert capsys.readouterr().err.endswith("result.json: 4 of 8 problems\n")
+        assert result_of(tmp_path)["estimates"]["reward/length"]["problems"] == 4
+    else:
+        monkeypatch.setattr(infer, "load_any_policy", lambda *_, **options: pytest.fail("a model was loaded"))
+    result_of(tmp_path, *argv)
+    assert len(calls) == (5 if error else 4) and capsys.readouterr().out.splitlines()[:2] == printed.splitlines()[:2]
+    assert (tmp_path / "result.json").read_bytes() == (tmp_path / "whole.json").read_bytes()
+
+
+def test_results_with_other_settings_are_not_continued(folder, tmp_path, prompts):
+    argv = ["--model_path", folder, *prompts, "--reward_functions", "diversity"]
+    result_of(tmp_path, *argv)
+    for flags, change in (["--seed", "1"], "seed 0, not 1"), (["--limit", "7"], "limit 256, not 7"), (["--model_path", ""], "model_path"):
+        with pytest.raises(ValueError, match=rf"result.json: was written with {change}.*; name another file"):
+            result_of(tmp_path, *argv, *flags)
+    write_lines(tmp_path / "prompts.jsonl", [{"prompt": f"q{i}"} for i in range(8)])
+    with pytest.raises(ValueError, match=r"was written with examples 8 examples, .*, not 8 examples"):
+        result_of(tmp_path, *argv)
+    for text in "[1]", "{", '{"problem": 1}':
+        (tmp_path / "result.json").write_text(text)
+        with pytest.raises(ValueError, match=r"is not a file of infer\.py; name another one"):
+            result_of(tmp_path, *argv)
+        assert (tmp_path / "result.json").read_text() == text
 
 
 def test_an_answer_form_that_no_completion_has_is_mentioned(folder, scripted, capsys):
@@ -253,6 +312,7 @@ def test_an_answer_form_that_no_completion_has_is_mentioned(folder, scripted, ca
     ("--question q --generation_top_p 2", "--generation_top_p=2.0: must be above 0"),
     ("--question q --max_turns 3", "there is no environment to continue the conversation"),
     ("--question q --precision float8", "--precision=float8: choose one of"),
+    ("--evaluate arithmetic --json x", "WORLD_SIZE: infer.py runs in one process; start it without torchrun"),
     ("--evaluate arithmetic --samples 0", "--samples=0: must be at least 1"),
     ("--evaluate arithmetic --limit -1", "--limit=-1: must be at least 0"),
     ("--evaluate arithmetic --split foo", "split=foo: built-in problems have the splits train and test"),
@@ -272,6 +332,7 @@ def test_mistakes_are_one_line_before_a_model_is_loaded(tmp_path, monkeypatch, f
     for name in "mine.py", "other.py":
         (tmp_path / name).write_text("def f(completions, **columns): ...\ndef respond(conversation, level): ...\n")
     monkeypatch.setattr(infer, "load_any_policy", lambda *_, **options: pytest.fail("a model was loaded"))
+    monkeypatch.setenv("WORLD_SIZE", "2" if "torchrun" in message else "1")
     with pytest.raises((ValueError, OSError), match=message) as error:
         infer.main(flags.replace("{tmp}", str(tmp_path)).split())
     assert "\n" not in str(error.value)

@@ -251,8 +251,8 @@ def test_settings_of_other_runs_do_not_control_the_terminal(tmp_path):
 
 def test_runs_that_do_not_reward_correctness_are_compared_by_their_own_rewards(tmp_path):
     points = {"eval_reward/diversity": 2.0, "eval_reward_low/diversity": None, "eval_reward_high/diversity": None}
-    a = run_of(tmp_path / "a", accuracy(0.0) | points, flags=["--reward_functions", "diversity"])
-    b = run_of(tmp_path / "b", accuracy(0.0) | {"eval_reward/diversity": None}, flags=["--reward_functions", "diversity"])
+    a = run_of(tmp_path / "a", points, flags=["--reward_functions", "diversity"])
+    b = run_of(tmp_path / "b", {"eval_reward/diversity": None}, flags=["--reward_functions", "diversity"])
     assert "eval_reward/diversity after" in compare_runs([run_of(tmp_path / "answers unknown", points)])
     header, *rows = rows_of(compare_runs([a, b]))
     assert header[-2:] == ["eval_reward/diversity before", "eval_reward/diversity after"]

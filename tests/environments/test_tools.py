@@ -97,7 +97,7 @@ FORMS = {                       # of tool calls in chat templates, and whether t
         f"<tool_call>\n<function={NAME}>\n{{% for k, v in c.function.arguments.items() %}}<parameter={{{{ k }}}}>\n{{{{ v }}}}\n"
         "</parameter>\n{% endfor %}</function>\n</tool_call>", False),
     "Mistral": (f'[TOOL_CALLS][{{"name": "{NAME}", "arguments": {ARGUMENTS}, "id": "{{{{ c.id }}}}"}}]', False),
-    "DeepSeek": (f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{NAME}\n```json\n{ARGUMENTS}\n```<｜tool▁call▁end｜>", False),
+    "DeepSeek": (f"<\uff5ctool▁call▁begin\uff5c>function<\uff5ctool▁sep\uff5c>{NAME}\n```json\n{ARGUMENTS}\n```<\uff5ctool▁call▁end\uff5c>", False),
     "none": ("", True),
 }
 

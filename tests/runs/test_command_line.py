@@ -72,7 +72,7 @@ FILES = {
 }
 MISTAKES = [                    # flags of train.py behind --use_grpo, and what the one line matches
     # words that are no flags, and values that are none
-    ("--seed 1 2", "2: unknown flag; see --help"),
+    ("--seed 1 2", "2: a second value, but the flag before it takes one; of several files make one"),
     ("--explain", "--explain: unknown flag; here `python -m analysis.explain`"),
     ("--seed x", "--seed.*'x'"),
     ("--use_grpo maybe", "--use_grpo: invalid true_or_false value: 'maybe'"),

@@ -18,7 +18,7 @@ from runs.folder import read_jsonl
 def test_a_step_has_one_line_of_80_columns_with_what_matters_and_the_time_left(base, capsys):
     """Ten seconds a step: after step 15 of 225 of the phase, 210 steps are left. What is least important does not fit."""
     metrics = {"step_seconds": 10.0,
-        "mean_reward": -0.25, "reward/correctness": 0.3515, "zero_variance_groups": 0.406, "kl": 0.01234, "entropy": 0.4321,
+        "mean_reward": -0.25, "correct": 0.3515, "zero_variance_groups": 0.406, "kl": 0.01234, "entropy": 0.4321,
         "truncated": 0.0, "completion_tokens": 25.2, "grad_norm": 0.2, "skipped": 0, "unscored": 0.0}
     base.folder.console.print_step("grpo", 15, 225, 135, metrics)
     line = capsys.readouterr().out

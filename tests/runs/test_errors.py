@@ -116,7 +116,7 @@ def test_sampling_that_finds_no_memory_samples_fewer_at_once_and_the_same(tmp_pa
     """It fails when some tokens are drawn."""
     flags = [*flags, "--max_steps", "2", "--eval_limit", "8"]
     whole = run_folder(tmp_path / "whole", *flags)
-    module, name = (train, "sample_groups") if where == "step" else (analysis.evaluation, "sample_and_score_problems")
+    module, name = (train, "sample_groups") if where == "step" else (analysis.evaluation, "evaluate")
     real, forward, passes = getattr(module, name), PrefixCache.forward, []
 
     def failing_forward(*args):

@@ -161,8 +161,10 @@ def test_groups_that_are_tied_and_all_right_are_counted(base):
     experience = compute_experience(groups, GRPOConfig(), base.policy)
     metrics = summarize_groups(groups, experience)
     assert (metrics["zero_variance_groups"], metrics["zero_variance_right_groups"]) == (pytest.approx(2 / 3), pytest.approx(1 / 3))
-    unknown = summarize_groups(dataclasses.replace(groups, per_function={"length": scores}), experience)
-    assert math.isnan(unknown["zero_variance_right_groups"])
+    own = summarize_groups(dataclasses.replace(groups, per_function={"length": 2 * scores, "mine": scores}), experience)
+    assert metrics["correct"] == own["correct"] == 0.5 and own["zero_variance_right_groups"] == pytest.approx(1 / 3)
+    unknown = summarize_groups(dataclasses.replace(groups, per_function={"length": 2 * scores}), experience)
+    assert math.isnan(unknown["zero_variance_right_groups"]) and math.isnan(unknown["correct"])
 
 
 # ---- trackers -------------------------------------------------------------------------------------------------------
