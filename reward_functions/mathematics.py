@@ -56,7 +56,7 @@ def math_equality(completions, answer, **columns) -> list[float | None]:
 
 
 def in_box(answer: str) -> str:
-    """Return an answer in a box, without emphasis, a full stop, and a unit, whose letters would be factors."""
+    """Return an answer in a box, without emphasis, full stop, and unit, whose letters would be factors."""
     return rf"\boxed{{{AROUND.sub('', normalize(answer))}}}"
 
 
