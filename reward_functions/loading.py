@@ -76,9 +76,11 @@ def load_file(file: Path, beside: tuple) -> ModuleType:
         name = re.sub(r"\W", "_", str(file))
     spec = importlib.util.spec_from_file_location(name, file)
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    new = {name} | ({*sys.modules} - before if folder in folders else set())
-    helpers.update(each for each in new if file_of(each).parent == file.parent)
+    try:
+        spec.loader.exec_module(module)
+    finally:                                              # also of a file that is to be corrected
+        new = {name} | ({*sys.modules} - before if folder in folders else set())
+        helpers.update(each for each in new if file_of(each).parent == file.parent)
     return module
 
 

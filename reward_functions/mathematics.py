@@ -12,7 +12,6 @@ from rewards import (
 LONGEST_TEXT = 1000             # in characters: the beginning of an answer, or the end of a text without one
 SECONDS_PER_ANSWER = 3          # for parsing two expressions, and for comparing them
 SANDBOX = dict(memory_mb=1024, modules=("math_verify",))
-# Emphasis, a full stop, and a unit, whose letters math-verify would multiply.
 AROUND = re.compile(r"^[*`\s]+|((?<=\d) +(?!pi\b)[A-Za-z]{2}[A-Za-z /]*)?[*`.\s]*$")
 COMPARE_TEMPLATE = '''
 import logging
@@ -57,7 +56,7 @@ def math_equality(completions, answer, **columns) -> list[float | None]:
 
 
 def in_box(answer: str) -> str:
-    """Return an answer in a box, without what is AROUND it."""
+    """Return an answer in a box, without emphasis, full stop, and unit, whose letters would be factors."""
     return rf"\boxed{{{AROUND.sub('', normalize(answer))}}}"
 
 

@@ -81,10 +81,16 @@ def test_an_edited_file_or_neighbour_is_loaded_again_and_a_neighbour_belongs_to_
     one, two = map(load_reward_function, names)
     assert one(["a"]) == [1.0] and two(["a"]) == [2.0]
     assert load_reward_function(names[0]) is one and load_reward_function(names[1]) is two, "a module is loaded once"
-    (tmp_path / "one/helper_of_both.py").write_text("NUMBER = 3.0\n")
-    assert load_reward_function(names[0])(["a"]) == [3.0] and load_reward_function(names[1])(["a"]) == [2.0]
+    (tmp_path / "one/helper_of_both.py").write_text("NUMBER = 30.0\n")
+    assert load_reward_function(names[0])(["a"]) == [30.0] and load_reward_function(names[1])(["a"]) == [2.0]
     (tmp_path / "two/mine.py").write_text("def given(completions, **columns): return [4.0]\n")
     assert load_reward_function(names[1])(["a"]) == [4.0]
+    (tmp_path / "two/helper_of_both.py").write_text("NUMBER = unknown\n")
+    (tmp_path / "two/mine.py").write_text(code)
+    with pytest.raises(ValueError, match="unknown"):
+        load_reward_function(names[1])
+    (tmp_path / "two/helper_of_both.py").write_text("NUMBER = 500.0\n")
+    assert load_reward_function(names[1])(["a"]) == [500.0]
 
 
 def test_other_processes_import_a_reward_file_by_its_name(tmp_path):
