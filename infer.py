@@ -29,7 +29,7 @@ from engine.models import check_context_length, load_any_policy, move, resolve_p
 from environments.instances import load_environment, refuse_missing_columns, tools_of
 from experience import Groups
 from reward_functions.loading import load_reward_functions, require_columns
-from rewards import is_missing, text_of
+from rewards import extract_answer, is_missing, text_of
 from runs.command_line import parse_infer, section_of
 from runs.folder import replace_text, without_nan
 from runs.groups import Scoring
@@ -174,8 +174,9 @@ def print_evaluation(args: argparse.Namespace, records: list[dict]) -> None:
     texts = [text_of(each["completion"]) for record in records for each in record["completions"]]
     accuracy = estimates.get("accuracy", {"mean": 1})
     none_right = accuracy["mean"] == 0 and accuracy["function"] == "correctness"
-    if none_right and not any("</answer>" in text for text in texts):
-        print("no completion has an <answer>...</answer>: request it with --instruction", file=sys.stderr)
+    if none_right and not any(map(extract_answer, texts)):
+        print("no completion has an <answer>...</answer> or a \\boxed{}: request it with --instruction, or see "
+              "other --reward_functions, such as last_number", file=sys.stderr)
     if args.json:
         print(f"{args.json}: {len(records)} prompts with their completions")
 
