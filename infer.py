@@ -20,7 +20,7 @@ from runs.errors import exit_on_errors  # first, see runs/__init__.py
 
 from analysis import evaluation, report
 from config import GRPOConfig, ModelConfig
-from data import as_text, encode_prompt
+from data import as_text
 from engine.device_policy import DevicePolicy
 from engine.devices import best_device, idle_cores
 from engine.models import check_context_length, load_any_policy, move, resolve_precision
@@ -33,6 +33,8 @@ from runs.folder import or_none
 from runs.groups import Scoring
 from runs.startup_check import choose_engine, refuse_wrong_sampler
 from sources import load_examples
+from sources.readers import refuse_split
+from sources.token_check import encode_prompts, refuse_wrong_ids
 from sources.training_data import instructed
 
 
@@ -55,7 +57,9 @@ def main(argv: list[str]) -> None:
 def load_problems(args: argparse.Namespace, functions: list, environment: Callable | None) -> list[dict]:
     """Load the first --limit examples of --evaluate. Raise ValueError if a column is missing."""
     columns = {"prompt": args.prompt_column, "answer": args.answer_column}
-    problems = load_examples(args.evaluate, args.split, limit=args.limit, columns=columns)
+    refuse_split("split", args.split, "test", args.evaluate)
+    notify = partial(print, file=sys.stderr)
+    problems = load_examples(args.evaluate, args.split, limit=args.limit, columns=columns, notify=notify)
     refuse_missing_columns(args.environment, environment, problems)
     is_answered = any(not is_missing(problem.get("answer")) for problem in problems)
     if is_answered or args.reward_functions != ["correctness"]:
@@ -85,8 +89,9 @@ def sample_answers(
         policy, _ = choose_engine(policy, ["1+1=?"], config)
     refuse_wrong_sampler(policy)
     examples = [instructed(example, args.instruction) for example in examples]
-    longest = max(len(encode_prompt(tokenizer, example)) for example in examples)
-    check_context_length(policy.model, longest, config.generation_max_length)
+    prompts = encode_prompts(examples, tokenizer, args.evaluate or "--question")
+    refuse_wrong_ids(policy.model, tokenizer, prompts)
+    check_context_length(policy.model, max(map(len, prompts)), config.generation_max_length)
     idle_cores.choose_threads(partial(print, file=sys.stderr))
     return evaluation.sample_and_score_problems(
         policy, examples, config, Scoring(functions, config.weights, environment), seed=args.seed,

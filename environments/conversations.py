@@ -31,6 +31,7 @@ from environments.messages import encode_reply
 from reward_functions.calling import call_with_timeout
 from rewards import MAX_REWARD
 from sample import Rollout, decode_completion, stop_token_ids
+from sources.token_check import without_special_tokens
 
 MAX_MESSAGE_CHARACTERS = 4000   # limit of an environment's message; a note replaces the rest
 
@@ -146,7 +147,8 @@ class Conversation:
         self.turn_points[len(ids) - 1] = reward
         if message is None or self.num_turns == self.config.max_turns:
             return []
-        reply = encode_reply(self.tokenizer, self.prompt, message, self.stops, ended_by=ids[-1])
+        said = message | {"content": without_special_tokens(self.tokenizer, message["content"])}
+        reply = encode_reply(self.tokenizer, self.prompt, said, self.stops, ended_by=ids[-1])
         # The policy needs at least one more token.
         self.too_long = len(ids) + len(reply) >= self.config.generation_max_length
         if self.too_long:

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import get_args, get_origin
 
-from config import DEFAULTS, FLAGS, Config, GRPOConfig, ModelConfig, reject, validate_functions
+from config import DEFAULTS, FLAGS, Config, GRPOConfig, ModelConfig, expand_home, reject, validate_functions
 from sources.foreign_names import explain_unknown
 from sources.settings import complete, read_settings
 
@@ -123,15 +123,22 @@ def parse_config(argv: list[str]) -> Config:
     flags = vars(build_parser(show_all="--help_all" in words).parse_all(words))
     if is_file:
         flags = read_settings(Path(argv[0]), flags) | flags
-    flags = complete(flags)
+    has_rewards, flags = "reward_functions" in flags, complete(flags)
     if unknown := [name for name in flags if name not in FLAGS]:                 # in a file
         raise ValueError(explain_unknown(unknown, FLAGS))
     config = Config.of(**flags)
     validate_functions(config.grpo)
+    if has_rewards and not config.training.use_grpo:
+        raise ValueError("--reward_functions: supervised training has no rewards; add --use_grpo, or remove it")
     return config
 
 
 # ---- infer.py ----------------------------------------------------------------------------------------------
+
+
+def user_path(text: str) -> Path:
+    """Return a path, with the folder of the user for ~/."""
+    return Path(text).expanduser()
 
 
 def parse_infer(argv: list[str], description: str) -> argparse.Namespace:
@@ -142,9 +149,9 @@ def parse_infer(argv: list[str], description: str) -> argparse.Namespace:
     modes, add = parser.add_mutually_exclusive_group().add_argument, parser.add_argument
     modes("--question", help="print the model's answer to this prompt")
     modes("--evaluate", metavar="DATASET", help="a file, hub id or built-in task with problems or prompts")
-    modes("--report", metavar="RUN", nargs="+", type=Path,
+    modes("--report", metavar="RUN", nargs="+", type=user_path,
           help="write RUN/report.html: curves, advice, settings, completions; or compare several runs")
-    add("--json", metavar="FILE", type=Path, help="write results of --evaluate and all completions to FILE")
+    add("--json", metavar="FILE", type=user_path, help="write results of --evaluate and all completions to FILE")
     add("--samples", type=int, default=1, help="completions of each prompt [%(default)s]")
     add("--split", default="test", help="train, test, or another split of a hub data set [%(default)s]")
     add("--limit", type=int, default=256, help="evaluate the first n problems, 0: all [%(default)s]")
@@ -153,12 +160,13 @@ def parse_infer(argv: list[str], description: str) -> argparse.Namespace:
         "reward_errors", "environment", "max_turns", "generation_max_length", "generation_temperature",
         "generation_top_p", "generation_top_k", "generation_min_p", "generation_batch_size", "seed",
         "precision", "attn_implementation", "trust_remote_code", "device", "chat_template",
-        "chat_template_kwargs", "chat_template_date",
+        "chat_template_kwargs",
     ]
     add_flags(
         parser, shared, reward_functions=["correctness"], generation_batch_size=64,
         generation_temperature=1.0, generation_top_p=1.0, generation_top_k=0)
     args = parser.parse_all(argv)
+    args.evaluate, args.model_path = expand_home(args.evaluate), expand_home(args.model_path)
     if (args.question, args.evaluate, args.report) == (None, None, None):
         raise ValueError("give one of --question, --evaluate and --report")
     if args.evaluate is None and (args.json or args.reward_functions != ["correctness"]):
