@@ -24,6 +24,8 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 
+# Keys of an assistant's message that the chat template writes beside its content.
+OUTPUT = "tool_calls", "function_call", "reasoning_content", "reasoning", "thinking"
 DAY = datetime(2024, 7, 26)     # for chat templates that write the date: prompts are the same on every day
 
 

@@ -1,8 +1,7 @@
 """
 The schema of an example, for the load_examples of data.py and of sources/: rows that do not fit are refused.
 
-Each message says what is odd, and the two lines that mend it, with the `map` and `filter` of `datasets`. What
-is checked in token ids is in sources/token_check.py.
+Each message says what is odd, and how the `map` or `filter` of `datasets` mends it.
 """
 
 import json
@@ -12,15 +11,11 @@ from copy import copy
 from itertools import islice
 from numbers import Number
 
-# Keys of an assistant's message that the chat template writes beside its content.
-OUTPUT = "tool_calls", "function_call", "reasoning_content", "reasoning", "thinking"
+from data import OUTPUT
 
 
 def validate_examples(source: str | Sequence, rows: Iterable, limit: int | None = None) -> list[dict]:
-    """Return the first `limit` rows (None or 0: all), each as validate_example returns it.
-
-    Raises ValueError that names the source and the number of the row.
-    """
+    """Return the first `limit` rows (None or 0: all) as examples. Raises ValueError that names a row."""
     if not isinstance(source, str) and (hasattr(source, "keys") or not hasattr(source, "__getitem__")):
         raise ValueError(
             "dataset: must be a list of examples or a datasets.Dataset, not a "
@@ -37,9 +32,8 @@ def validate_examples(source: str | Sequence, rows: Iterable, limit: int | None 
 
 
 def validate_example(row) -> dict:
-    """Return a row as an example, with a number as text, and messages as read_messages returns them.
-
-    The assistant's message at the end of a prompt becomes the completion. Raises ValueError for other types.
+    """Return a row as an example: numbers become text, and an assistant's message at the end of a prompt the
+    completion. Raises ValueError for other types.
     """
     row = row if isinstance(row, Mapping) else {"prompt": row}
     prompt, completion, answer = (row.get(name) for name in ("prompt", "completion", "answer"))
@@ -52,7 +46,8 @@ def validate_example(row) -> dict:
     if not isinstance(prompt, str | list):
         raise ValueError(
             f"the prompt must be text or chat messages, not {prompt!r:.60}; the row has the columns "
-            f"{', '.join(map(str, row))}: data.map(lambda row: {{'prompt': row['...']}})")
+            f"{', '.join(map(str, row))}: name one with --prompt_column, or a text such as '... "
+            f"{{{'} ... {'.join(map(str, row))}}}'")
     texts = [prompt] if isinstance(prompt, str) else [message["content"] or "" for message in prompt]
     "".join(texts).encode()                               # raises ValueError for half of a surrogate pair
     if not "".join(texts).strip():

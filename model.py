@@ -18,7 +18,8 @@ from transformers.utils import cached_file
 
 from rewards import TAGS
 
-SAMPLES = "1+1=?", " It's 12345 x 29\u00d730;\n\n\tdef f(a_b):  # na\u00efve \u6f22\u5b57 \U0001f600", "[\"Hello\"] WORLDS"
+# Texts on which tokenizers of different classes differ: spaces, digits, case, lines, other scripts.
+SAMPLES = "1+1=?", " It's 12345 x 29\u00d730;\n\n\tdef f(a_b):  # na\u00efve \u6f22\u5b57 \U0001f600", '["Hi"] ALL'
 
 
 def load_tokenizer(model_config) -> PreTrainedTokenizerFast:
@@ -29,7 +30,7 @@ def load_tokenizer(model_config) -> PreTrainedTokenizerFast:
     options = {} if variables is None else {"chat_template_kwargs": variables}   # saved with the tokenizer
     options["trust_remote_code"] = model_config.trust_remote_code
     tokenizer = AutoTokenizer.from_pretrained(model_config.model_path, **options)
-    if not equals_file(tokenizer, model_config.model_path):          # of another class, which changes its steps
+    if not equals_file(tokenizer, model_config.model_path):          # of a class with other steps
         tokenizer = PreTrainedTokenizerFast.from_pretrained(model_config.model_path, **options)
         if not equals_file(tokenizer, model_config.model_path):
             raise ValueError(
@@ -44,8 +45,9 @@ def load_tokenizer(model_config) -> PreTrainedTokenizerFast:
     if model_config.chat_template == "none":
         tokenizer.chat_template = None
     if unknown := [name for name in variables or () if name not in str(tokenizer.chat_template)]:
-        problem = f"has no variable {unknown[0]}" if tokenizer.chat_template else "is missing"
-        raise ValueError(f"--chat_template_kwargs={model_config.chat_template_kwargs}: the chat template {problem}")
+        given = model_config.chat_template_kwargs
+        problem = f"has no variable {unknown[0]}" if tokenizer.chat_template else "does not exist"
+        raise ValueError(f"--chat_template_kwargs={given}: the chat template {problem}")
     return tokenizer
 
 

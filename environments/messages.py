@@ -1,48 +1,45 @@
-"""Encode messages of a conversation: demonstrations with several turns, and an environment's messages."""
+"""Encode demonstrations with several turns, and an environment's messages."""
 
 from contextlib import suppress
 from functools import partial
 
-from data import after_turn, as_messages, as_text, encode_completion, encode_demonstration, render
-from guards import OUTPUT
+from data import OUTPUT, after_turn, as_messages, as_text, encode_completion, render
 
 
 def encode_turns(tokenizer, prompt, completion, stop_ids: list[int]) -> tuple[list[int], list[bool]]:
     """Encode a demonstration, text or messages. Returns token ids and a mask, True on the assistant's."""
-    if isinstance(completion, str):
-        return encode_demonstration(tokenizer, prompt, completion, stop_ids)
+    turns = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
     ids, mask, before = [], [], as_messages(prompt)
-    for number, message in enumerate(completion):
+    for number, message in enumerate(turns):
         if own := message["role"] == "assistant":
-            text = text_of_turn(tokenizer, before + completion[:number], message)
+            text = text_of_turn(tokenizer, before + turns[:number], message)
             part = encode_completion(tokenizer, prompt, text, stop_ids)
         else:
-            part = encode_reply(tokenizer, prompt, message, stop_ids, ended_by=ids[-1])
+            part = encode_reply(tokenizer, prompt, message, stop_ids, ids[-1])
         ids, mask = ids + part, mask + [own] * len(part)
     return ids, mask
 
 
 def text_of_turn(tokenizer, before: list[dict], message: dict) -> str:
     """Return an assistant's content or, with tool calls, its turn as the template renders it in whole."""
-    if not (names := list(filter(message.get, OUTPUT))):
+    if not any(map(message.get, OUTPUT)):
         return message["content"]
     opened, whole = render(tokenizer, before), render(tokenizer, [*before, message], False)
-    shorter = [{key: value for key, value in message.items() if key != name} for name in names]
-    if not whole.startswith(opened) or whole in [render(tokenizer, [*before, m], False) for m in shorter]:
+    without = [message | {name: None} for name in (*OUTPUT, "content") if message.get(name)]
+    if not whole.startswith(opened) or whole in [render(tokenizer, [*before, m], False) for m in without]:
         raise ValueError(f"the chat template does not write all of {message!r:.120}; write it as content")
     return whole[len(opened) :].removesuffix(after_turn(tokenizer))
 
 
 def encode_reply(tokenizer, prompt, message, stop_ids: list[int], ended_by: int | None = None) -> list[int]:
-    """Encode an environment's message after a made-up turn: from the stop token of a turn to the next turn.
+    """Encode an environment's message, as rendered after a made-up turn, up to the next turn of the policy.
 
-    Without a chat template the reply is lines of text, which begin with a role if the prompt is messages. A
-    role that the template does not render becomes the user's. GLM 4 begins a reply with ended_by.
+    A role that the template does not render becomes the user's. GLM 4 begins a reply with ended_by.
     """
     encode, role = partial(tokenizer.encode, add_special_tokens=False), "user"
     if not tokenizer.chat_template:
-        text = f"{message['content']}\n" if isinstance(prompt, str) else f"{as_text([message])}\nassistant: "
-        return encode(f"\n{text}")
+        text = message["content"] if isinstance(prompt, str) else f"{as_text([message])}\nassistant: "
+        return encode(f"\n{text}\n" if isinstance(prompt, str) else f"\n{text}")
     with suppress(ValueError):
         if "madeupreply" in after_turn(tokenizer, message | {"content": "madeupreply"}):
             role = message["role"]

@@ -129,7 +129,7 @@ def parse_config(argv: list[str]) -> Config:
     config = Config.of(**flags)
     validate_functions(config.grpo)
     if has_rewards and not config.training.use_grpo:
-        raise ValueError("--reward_functions: supervised training has no rewards; add --use_grpo, or remove it")
+        raise ValueError("--reward_functions: not used in supervised training; add --use_grpo, or remove it")
     return config
 
 
@@ -151,7 +151,8 @@ def parse_infer(argv: list[str], description: str) -> argparse.Namespace:
     modes("--evaluate", metavar="DATASET", help="a file, hub id or built-in task with problems or prompts")
     modes("--report", metavar="RUN", nargs="+", type=user_path,
           help="write RUN/report.html: curves, advice, settings, completions; or compare several runs")
-    add("--json", metavar="FILE", type=user_path, help="write results of --evaluate and all completions to FILE")
+    add("--json", metavar="FILE", type=user_path,
+        help="write results of --evaluate and all completions to FILE")
     add("--samples", type=int, default=1, help="completions of each prompt [%(default)s]")
     add("--split", default="test", help="train, test, or another split of a hub data set [%(default)s]")
     add("--limit", type=int, default=256, help="evaluate the first n problems, 0: all [%(default)s]")

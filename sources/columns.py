@@ -43,7 +43,7 @@ def as_published(given, number: int, columns: dict[str, str], counts: Counter) -
     for name, (needed, sign, convert) in FORMS.items():
         if needed <= row.keys() and sign in solution and (changed := convert(row)):
             row |= changed
-            read |= needed | {*changed}
+            read |= needed | {*changed} | ({"solution"} if sign else set())
             counts[name] += 1
     if isinstance(row.get("answer"), str) and STATED.search(row["answer"]):
         raise ValueError(

@@ -41,8 +41,8 @@ def from_choices(row: dict) -> dict:
 
     ["no", "yes"] (MMLU), {"text": ["no", "yes"], "label": ["1", "2"]} (ARC), {"A": "no", "B": "yes"} (MedQA)
     """
-    choices, answer = row.get("choices") or row.get("options"), row.get("answer")
-    if row.get("prompt") != row["question"] or not choices:
+    choices, answer = row.get("options" if row.get("choices") is None else "choices"), row.get("answer")
+    if row.get("prompt") != row["question"] or choices is None:
         return {}
     by_label = choices if isinstance(choices, dict) else {}
     labels, texts = [*by_label.get("label", by_label)], by_label.get("text", [*by_label.values()] or choices)
@@ -55,10 +55,9 @@ def from_choices(row: dict) -> dict:
 def checked(texts, answer) -> list[str]:
     """Return the texts of choices. Raises ValueError for anything else, and for an answer that is none."""
     are_texts = isinstance(texts, list) and all(isinstance(text, str) for text in texts)
-    own = [re.match(rf"\(?{letter}[).:]", str(text)) for letter, text in zip(LETTERS, texts, strict=False)]
-    if not are_texts or all(own) or len(texts) > len(LETTERS):
+    if not are_texts or len(texts) > len(LETTERS):
         raise ValueError(
-            f"choices or options must be a list of at most 26 texts without letters, not {texts!r:.60}: "
+            f"choices or options must be a list of at most {len(LETTERS)} texts, not {texts!r:.60}: "
             "data.map(lambda row: {'choices': [...]}), or data.rename_column('options', '...')")
     if answer not in [None, *LETTERS[: len(texts)], *texts]:
         raise ValueError(f"the answer {answer!r:.40} is no index, label or text of its {len(texts)} choices")
@@ -77,7 +76,8 @@ def from_sharegpt(row: dict) -> dict:
     if turns != row["conversations"] or not all({"from", "value"} <= {*turn} for turn in turns):
         return {}
     turns = [{"role": ROLES.get(turn["from"], turn["from"]), "content": turn["value"]} for turn in turns]
-    return {"prompt": [{"role": "system", "content": system}] * bool(system) + turns}
+    first = [{"role": "system", "content": system}] if system else []
+    return {"prompt": first + turns, "system": system}
 
 
 def from_countdown(row: dict) -> dict:
@@ -87,8 +87,9 @@ def from_countdown(row: dict) -> dict:
 
 def from_mbpp(row: dict) -> dict:
     """Write the tests below the text, because they name the function; the code is the demonstration."""
-    text = "\n".join([str(row.get("text")), "Your code must pass these tests:", *row["test_list"]])
-    return {"tests": row["test_list"], "prompt": row.get("prompt", text), "completion": row["code"]}
+    tests, text = row["test_list"], row.get("text")       # no text: it is the prompt
+    prompt = "\n".join([text or row["prompt"], "Your code must pass these tests:", *tests])
+    return {"tests": tests, "text": text, "prompt": prompt, "completion": row["code"]}
 
 
 def from_verl(row: dict) -> dict:
@@ -100,8 +101,8 @@ def from_verl(row: dict) -> dict:
 
 def from_tools(row: dict) -> dict:
     """Parse schemas of tools that are JSON text, and wrap those without a type."""
-    tools = row["tools"] or []
-    tools = json.loads(tools) if str(tools).startswith("[{") and isinstance(tools, str) else tools
+    tools = [] if row["tools"] is None else row["tools"]
+    tools = json.loads(tools) if isinstance(tools, str) and tools.startswith("[{") else tools
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise ValueError(
             f"tools must be a list of schemas of functions, or its JSON text, not {tools!r:.60}; if the "

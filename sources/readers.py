@@ -56,7 +56,7 @@ def refuse_split(name: str, split: str, default: str, source: str | Sequence) ->
     """Raise ValueError if a split is chosen for a source without splits."""
     if split != default and not has_splits(source):
         raise ValueError(
-            f"--{name}={split}: all rows of a file or list are used; write these rows into a file of their own")
+            f"--{name}={split}: all rows of a file or list are used; write others to another file")
 
 
 def with_types(rows: Sequence, features: dict) -> Iterable[dict]:
@@ -65,14 +65,16 @@ def with_types(rows: Sequence, features: dict) -> Iterable[dict]:
     short = [name for name, feature in features.items() if getattr(feature, "dtype", "") == "float32"]
     for row in rows:
         named = {name: labels[name].int2str(row[name]) for name in labels if row[name] not in (None, -1)}
-        yield row | named | {name: float(str(np.float32(row[name]))) for name in short if row[name] is not None}
+        exact = {name: float(str(np.float32(row[name]))) for name in short if row[name] is not None}
+        yield row | named | exact
 
 
 def read_file(path: str) -> Sequence:
     """Return the rows of a data file."""
     suffix = Path(path).suffix
+    read = {".jsonl": read_json_lines, ".json": read_json, ".csv": read_csv, ".parquet": read_parquet}
     try:
-        return {".jsonl": read_json_lines, ".json": read_json, ".csv": read_csv, ".parquet": read_parquet}[suffix](path)
+        return read[suffix](path)
     except Exception as error:
         raise ValueError(f"{path}: cannot be read as {suffix}: {first_line(error)}") from None
 
@@ -119,7 +121,7 @@ def read_hub(source: str, split: str) -> Sequence[dict]:
     try:
         rows = load()
         is_csv = getattr(rows, "builder_name", "") == "csv"
-        return load(keep_default_na=False) if is_csv else rows                   # NA is text, as in a .csv file
+        return load(keep_default_na=False) if is_csv else rows                   # NA is text
     except Exception as error:
         reason = f"and the hub answers: {first_line(error)}; {OTHER_SPLITS}"
         raise ValueError(f"{source}: {kinds}, {reason}") from None

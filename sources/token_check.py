@@ -26,8 +26,8 @@ def encode_prompts(examples: Sequence[dict], tokenizer, source: str) -> list[lis
             refuse_lost_characters(tokenizer, "prompt", render(tokenizer, prompt, tools=tools), ids)
             if ids[:2] == [tokenizer.bos_token_id] * 2:
                 raise ValueError(
-                    f"the prompt begins with two {tokenizer.bos_token}: remove the one in the data or the chat "
-                    "template, or set add_bos_token to false in tokenizer_config.json")
+                    f"the prompt begins with two {tokenizer.bos_token}: remove the one in the data or the "
+                    "chat template, or set add_bos_token to false in tokenizer_config.json")
         except ValueError as error:
             raise ValueError(f"{source}: {place(example)}: {error}") from None
         encoded.append(ids)
@@ -64,21 +64,22 @@ def refuse_lost_characters(tokenizer, name: str, text: str, ids: list[int]) -> N
 def refuse_wrong_ids(model, tokenizer, prompts: Sequence[list[int]]) -> None:
     """Raise ValueError if a stop or pad token is ordinary text, or a prompt ends with one or does not fit."""
     stops, rows = stop_token_ids(model, tokenizer), model.get_input_embeddings().weight.shape[0]
-    for name, ids in ("eos_token_id", stops or [None]), ("pad_token_id", [tokenizer.pad_token_id]):
-        for token in ids:
-            text = "" if token is None else tokenizer.convert_ids_to_tokens(token) or "<unused>"
-            if not re.search(r"<.+>|\[.+\]", text):
-                raise ValueError(
-                    f"--model_path: {name} {token} is {f'ordinary text, {text!r}' if text else 'missing'}; set it "
-                    "in generation_config.json, and its text in tokenizer_config.json, to a special token")
+    if not stops:
+        raise ValueError("--model_path: there is no stop id; set eos_token_id in its generation_config.json")
+    for name, ids in ("eos_token_id", stops), ("pad_token_id", [tokenizer.pad_token_id]):
+        texts = [tokenizer.convert_ids_to_tokens(token) or "<unused>" for token in ids]
+        if ordinary := [text for text in texts if not re.search(r"<.+>|\[.+\]", text)]:
+            raise ValueError(
+                f"--model_path: {name} {ids} is ordinary text, {ordinary[0]!r}; set it to a special token in "
+                "generation_config.json, and its text in tokenizer_config.json")
     if any(ids[-1] in stops for ids in prompts):
         raise ValueError(
             "--model_path: a prompt ends with a stop id, so there is nothing to continue; set add_eos_token "
             "to false in tokenizer_config.json")
     if (largest := max(map(max, prompts), default=0)) >= rows:
         raise ValueError(
-            f"--model_path: the tokenizer makes the id {largest}, {tokenizer.convert_ids_to_tokens(largest)}, "
-            f"but the model has {rows} embeddings; take the model's own tokenizer, or resize_token_embeddings")
+            f"--model_path: the tokenizer makes the id {largest}, but the model has {rows} embeddings; take "
+            "the model's own tokenizer, or call resize_token_embeddings")
 
 
 def encode_demonstrations(

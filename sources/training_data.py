@@ -9,7 +9,6 @@ from copy import copy
 from config import Config
 from data import as_messages, as_text
 from sources import load_examples
-from sources.columns import COLUMNS
 from sources.readers import has_splits, refuse_split
 from sources.token_check import encode_prompts
 
@@ -28,7 +27,7 @@ def load_data(
     notify  is called with a line about the forms of rows
     """
     data_config, limit = config.data, config.data.eval_limit
-    columns = {name: getattr(data_config, f"{name}_column") for name in COLUMNS}
+    columns = {name: getattr(data_config, f"{name}_column") for name in ("prompt", "answer", "completion")}
     options = dict(seed=config.training.seed, columns=columns)
     source = data_config.dataset if dataset is None else dataset
     held_out_source = (data_config.eval_dataset or None) if eval_dataset is None else eval_dataset
@@ -48,7 +47,8 @@ def load_data(
     held_out_keys = set(map(key, held_out))
     kept = [example for example in examples if key(example) not in held_out_keys]
     if notify and len(kept) < len(examples):
-        notify(f"  note   {len(examples) - len(kept)} of {len(examples)} examples are also held out and are not used")
+        dropped = len(examples) - len(kept)
+        notify(f"  note   {dropped} of {len(examples)} examples are also held out, and not trained on")
     if not kept:
         raise ValueError(
             f"--dataset={data_config.dataset}: all its prompts are held out; choose another --eval_dataset, "
