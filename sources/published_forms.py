@@ -47,20 +47,20 @@ def from_choices(row: dict) -> dict:
     by_label = choices if isinstance(choices, dict) else {}
     labels, texts = [*by_label.get("label", by_label)], by_label.get("text", [*by_label.values()] or choices)
     place = labels.index(str(answer)) if str(answer) in labels else answer
-    answer = dict(enumerate(LETTERS)).get(place, answer)
-    lines = [f"{letter}. {text}" for letter, text in zip(LETTERS, checked(texts, answer), strict=False)]
+    lines = [f"{letter}. {text}" for letter, text in zip(LETTERS, checked(texts), strict=False)]
+    answer = dict(enumerate(LETTERS[: len(texts)])).get(place, answer)
+    if answer not in [None, *LETTERS[: len(texts)], *texts]:
+        raise ValueError(f"the answer {answer!r:.40} is no index, label or text of its {len(texts)} choices")
     return {"prompt": "\n".join([row["question"], *lines]), "choices": texts, "answer": answer}
 
 
-def checked(texts, answer) -> list[str]:
-    """Return the texts of choices. Raises ValueError for anything else, and for an answer that is none."""
+def checked(texts) -> list[str]:
+    """Return the texts of choices. Raises ValueError for anything else."""
     are_texts = isinstance(texts, list) and all(isinstance(text, str) for text in texts)
     if not are_texts or len(texts) > len(LETTERS):
         raise ValueError(
             f"choices or options must be a list of at most {len(LETTERS)} texts, not {texts!r:.60}: "
             "data.map(lambda row: {'choices': [...]}), or data.rename_column('options', '...')")
-    if answer not in [None, *LETTERS[: len(texts)], *texts]:
-        raise ValueError(f"the answer {answer!r:.40} is no index, label or text of its {len(texts)} choices")
     return texts
 
 
