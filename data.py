@@ -18,15 +18,15 @@ answer after ####; sources.load_examples reads these. Conversations are encoded 
 
 import json
 import random
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import datetime
 from functools import partial
 from pathlib import Path
 
-# Keys of an assistant's message that the chat template writes beside its content.
-OUTPUT = "tool_calls", "function_call", "reasoning_content", "reasoning", "thinking"
 DAY = datetime(2024, 7, 26)     # for chat templates that write the date: prompts are the same on every day
+CLOCK = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")               # in a chat template
 
 
 def load_examples(
@@ -170,11 +170,13 @@ def render(
     if not tokenizer.chat_template:
         return prompt if isinstance(prompt, str) else f"{as_text(prompt)}\nassistant: "
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    tools = tools or getattr(tokenizer, "tools", None)
+    template = CLOCK.sub(lambda call: repr(DAY.strftime(call[2])), tokenizer.get_chat_template(tools=tools))
     variables = tokenizer.init_kwargs.get("chat_template_kwargs", {})
     try:
         text = tokenizer.apply_chat_template(
-            messages, tools or getattr(tokenizer, "tools", None), tokenize=False,
-            add_generation_prompt=add_generation_prompt, strftime_now=DAY.strftime, **variables)
+            messages, tools, chat_template=template, add_generation_prompt=add_generation_prompt,
+            tokenize=False, **variables)
     except Exception as error:                            # a template may raise anything
         raise ValueError(f"the chat template rejects the prompt {messages!r:.80}...: {error}") from None
     for message in messages:

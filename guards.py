@@ -11,8 +11,6 @@ from copy import copy
 from itertools import islice
 from numbers import Number
 
-from data import OUTPUT
-
 
 def validate_examples(source: str | Sequence, rows: Iterable, limit: int | None = None) -> list[dict]:
     """Return the first `limit` rows (None or 0: all) as examples. Raises ValueError that names a row."""
@@ -74,7 +72,7 @@ def read_completion(completion) -> str | list[dict] | None:
     if isinstance(completion, list):
         completion = read_messages(completion)
         own = [message["role"] == "assistant" for message in completion]
-        if own == [True] and not any(map(completion[0].get, OUTPUT)):
+        if own == [True] and completion[0].keys() == {"role", "content"}:
             completion = completion[0]["content"]
         elif own == [True, False] * (len(own) // 2) + [True]:
             return completion

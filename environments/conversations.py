@@ -130,7 +130,7 @@ class Conversation:
         self.config, self.stops = grpo_config, stops
         self.environment = getattr(respond, "environment", None)     # the instance of a class
         self.decode = partial(decode_completion, tokenizer)
-        self.messages = as_messages(prompt)
+        self.messages = list(as_messages(prompt))         # a copy: messages are appended
         self.num_prompt_messages = len(self.messages)
         self.turn_start = 0                         # start of the current turn, in tokens after the prompt
         self.num_turns = 0                                # turns that the policy has ended

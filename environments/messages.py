@@ -3,7 +3,10 @@
 from contextlib import suppress
 from functools import partial
 
-from data import OUTPUT, after_turn, as_messages, as_text, encode_completion, render
+from data import after_turn, as_messages, as_text, encode_completion, render
+
+# Keys of an assistant's message that the chat template writes beside its content.
+OUTPUT = "tool_calls", "function_call", "reasoning_content", "reasoning", "thinking"
 
 
 def encode_turns(tokenizer, prompt, completion, stop_ids: list[int]) -> tuple[list[int], list[bool]]:

@@ -41,7 +41,8 @@ def from_choices(row: dict) -> dict:
 
     ["no", "yes"] (MMLU), {"text": ["no", "yes"], "label": ["1", "2"]} (ARC), {"A": "no", "B": "yes"} (MedQA)
     """
-    choices, answer = row.get("options" if row.get("choices") is None else "choices"), row.get("answer")
+    name = "options" if row.get("choices") is None else "choices"
+    choices, answer = row.get(name), row.get("answer")
     if row.get("prompt") != row["question"] or choices is None:
         return {}
     by_label = choices if isinstance(choices, dict) else {}
@@ -51,13 +52,13 @@ def from_choices(row: dict) -> dict:
     answer = dict(enumerate(LETTERS[: len(texts)])).get(place, answer)
     if answer not in [None, *LETTERS[: len(texts)], *texts]:
         raise ValueError(f"the answer {answer!r:.40} is no index, label or text of its {len(texts)} choices")
-    return {"prompt": "\n".join([row["question"], *lines]), "choices": texts, "answer": answer}
+    prompt = "\n".join([row["question"], *lines])
+    return {"prompt": prompt, "answer": answer, name: choices, "choices": texts}
 
 
 def checked(texts) -> list[str]:
     """Return the texts of choices. Raises ValueError for anything else."""
-    are_texts = isinstance(texts, list) and all(isinstance(text, str) for text in texts)
-    if not are_texts or len(texts) > len(LETTERS):
+    if not isinstance(texts, list) or {*map(type, texts)} != {str} or len(texts) > len(LETTERS):
         raise ValueError(
             f"choices or options must be a list of at most {len(LETTERS)} texts, not {texts!r:.60}: "
             "data.map(lambda row: {'choices': [...]}), or data.rename_column('options', '...')")
