@@ -23,7 +23,7 @@ from functools import partial
 
 import torch
 
-from data import as_messages
+from data import as_messages, encode_prompt
 from engine.errors import RunError, exits_as_errors, in_one_line
 from logprobs import completion_lengths
 from environments.instances import Instance, close_all, responders, start_group
@@ -87,6 +87,11 @@ class Conversations:
             prompts = [
                 start_group(self.environment, responds[p * size : (p + 1) * size], str(seed), name)
                 for p, seed in enumerate(self.seeds)]
+            longest = max(len(encode_prompt(self.tokenizer, prompt)) for prompt in prompts)
+            if longest > (limit := getattr(self.tokenizer, "max_prompt_length", longest)):
+                raise RunError(
+                    f"environment {name}: with the text of reset a prompt has {longest} tokens, more than "
+                    f"--max_prompt_length={limit}; raise it, or let reset return less.")
         else:
             responds = responders(self.environment, rows)
         # Changed in place, because a repetition of sampling reads the same list.

@@ -5,9 +5,6 @@ from functools import partial
 
 from data import after_turn, as_messages, as_text, encode_completion, render
 
-# Keys of an assistant's message that the chat template writes beside its content.
-OUTPUT = "tool_calls", "function_call", "reasoning_content", "reasoning", "thinking"
-
 
 def encode_turns(tokenizer, prompt, completion, stop_ids: list[int]) -> tuple[list[int], list[bool]]:
     """Encode a demonstration, text or messages. Returns token ids and a mask, True on the assistant's."""
@@ -25,12 +22,13 @@ def encode_turns(tokenizer, prompt, completion, stop_ids: list[int]) -> tuple[li
 
 def text_of_turn(tokenizer, before: list[dict], message: dict) -> str:
     """Return an assistant's content or, with tool calls, its turn as the template renders it in whole."""
-    if not any(map(message.get, OUTPUT)):
+    names = [name for name, value in message.items() if name != "role" and value]
+    if names == ["content"]:
         return message["content"]
     opened, whole = render(tokenizer, before), render(tokenizer, [*before, message], False)
-    without = [message | {name: None} for name in (*OUTPUT, "content") if message.get(name)]
-    if not whole.startswith(opened) or whole in [render(tokenizer, [*before, m], False) for m in without]:
-        raise ValueError(f"the chat template does not write all of {message!r:.120}; write it as content")
+    without = [render(tokenizer, [*before, message | {name: None}], False) for name in names]
+    if not whole.startswith(opened) or whole in without:
+        raise ValueError(f"the chat template does not write all of {message!r:.120}; make it content")
     return whole[len(opened) :].removesuffix(after_turn(tokenizer))
 
 

@@ -18,8 +18,8 @@ def from_gsm8k(row: dict) -> dict:
     """Split "48/2 = <<48/2=24>>24 clips.\\n#### 72" at the hashes; annotations in << >> are removed."""
     solution, _, answer = str(row["answer"]).rpartition("####")
     answer = re.sub(r"(?<=\d),(?=\d{3})", "", answer.strip())
-    found = demonstrated(row, re.sub(r"<<.*?>>", "", solution).strip(), answer)
-    return found if answer and "\n" not in answer else {}
+    reasoning = re.sub(r"<<.*?>>", "", solution).strip()
+    return demonstrated(row, reasoning, answer) if answer and "\n" not in answer else {}
 
 
 def from_math(row: dict) -> dict:
@@ -45,8 +45,8 @@ def from_choices(row: dict) -> dict:
     choices, answer = row.get(name), row.get("answer")
     if row.get("prompt") != row["question"] or choices is None:
         return {}
-    by_label = choices if isinstance(choices, dict) else {}
-    labels, texts = [*by_label.get("label", by_label)], by_label.get("text", [*by_label.values()] or choices)
+    by_label = choices if isinstance(choices, dict) else {"label": [], "text": choices}
+    labels, texts = [*by_label.get("label", by_label)], by_label.get("text", [*by_label.values()])
     place = labels.index(str(answer)) if str(answer) in labels else answer
     lines = [f"{letter}. {text}" for letter, text in zip(LETTERS, checked(texts), strict=False)]
     answer = dict(enumerate(LETTERS[: len(texts)])).get(place, answer)
@@ -57,7 +57,7 @@ def from_choices(row: dict) -> dict:
 
 
 def checked(texts) -> list[str]:
-    """Return the texts of choices. Raises ValueError for anything else."""
+    """Return the texts of choices. Raises ValueError if they are anything else."""
     if not isinstance(texts, list) or {*map(type, texts)} != {str} or len(texts) > len(LETTERS):
         raise ValueError(
             f"choices or options must be a list of at most {len(LETTERS)} texts, not {texts!r:.60}: "
@@ -77,8 +77,7 @@ def from_sharegpt(row: dict) -> dict:
     if turns != row["conversations"] or not all({"from", "value"} <= {*turn} for turn in turns):
         return {}
     turns = [{"role": ROLES.get(turn["from"], turn["from"]), "content": turn["value"]} for turn in turns]
-    first = [{"role": "system", "content": system}] if system else []
-    return {"prompt": first + turns, "system": system}
+    return {"prompt": [{"role": "system", "content": system}] * bool(system) + turns, "system": system}
 
 
 def from_countdown(row: dict) -> dict:

@@ -7,10 +7,22 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import contextmanager
 
 from data import as_messages, encode_prompt, render
 from environments.messages import encode_turns
 from sample import stop_token_ids
+
+
+@contextmanager
+def naming(source: str, example: dict):
+    """Put the source and the number of an example, or the beginning of its prompt, before a ValueError."""
+    try:
+        yield
+    except ValueError as error:
+        number = getattr(example, "number", 0)
+        name = f"example {number}" if number else f"the example {example['prompt']!r:.40}"
+        raise ValueError(f"{source}: {name}: {error}") from None
 
 
 def encode_prompts(examples: Sequence[dict], tokenizer, source: str) -> list[list[int]]:
@@ -18,26 +30,18 @@ def encode_prompts(examples: Sequence[dict], tokenizer, source: str) -> list[lis
     encoded, special = [], special_tokens(tokenizer)
     for example in examples:
         prompt, tools = example["prompt"], example.get("tools")
-        try:
+        with naming(source, example):
             ids = encode_prompt(tokenizer, example)
-            said = [str(m["content"]) for m in as_messages(prompt) if m["role"] != "assistant"]
             if tokenizer.chat_template or not isinstance(prompt, str):
+                said = [m["content"] for m in as_messages(prompt) if m["role"] != "assistant"]
                 refuse_special_tokens("prompt", f"{said} {tools}", special)
             refuse_lost_characters(tokenizer, "prompt", render(tokenizer, prompt, tools=tools), ids)
             if ids[:2] == [tokenizer.bos_token_id] * 2:
                 raise ValueError(
                     f"the prompt begins with two {tokenizer.bos_token}: remove the one in the data or the "
                     "chat template, or set add_bos_token to false in tokenizer_config.json")
-        except ValueError as error:
-            raise ValueError(f"{source}: {place(example)}: {error}") from None
         encoded.append(ids)
     return encoded
-
-
-def place(example: dict) -> str:
-    """Return the number of an example in its source, or the beginning of its prompt."""
-    number = getattr(example, "number", 0)
-    return f"example {number}" if number else f"the example {example['prompt']!r:.40}"
 
 
 def refuse_special_tokens(name: str, text: str, special: list[str]) -> None:
@@ -92,7 +96,7 @@ def encode_demonstrations(
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     for example, prompt in zip(examples, prompts, strict=True):
         completion = example["completion"]
-        try:
+        with naming(source, example):
             ids, _ = encode_turns(tokenizer, example["prompt"], completion, stops)
             turns = [completion] if isinstance(completion, str) else [m["content"] or "" for m in completion]
             for turn in turns:
@@ -102,8 +106,6 @@ def encode_demonstrations(
                 raise ValueError(
                     f"prompt and completion have {len(prompt) + len(ids)} tokens, but the model has "
                     f"{positions} positions; shorten it, or remove the row with data.filter")
-        except ValueError as error:
-            raise ValueError(f"{source}: {place(example)}: {error}") from None
         encoded.append(ids)
     return encoded
 

@@ -122,7 +122,7 @@ def said(*calls, content="", **more):
 
 @pytest.mark.parametrize("completion,expected", [
     ([said(CALL, content="I look.")], 'I look.<call>add {"a": 1}<|im_end|>'), ([said(CALL, content=None)], '<call>add {"a": 1}<|im_end|>'),
-    ([said(AS_TEXT, CALL)], '<call>add {"a": 1}<call>add {"a": 1}<|im_end|>'), ([said(content=" 2\n", id="x")], " 2\n<|im_end|>"),
+    ([said(AS_TEXT, CALL)], '<call>add {"a": 1}<call>add {"a": 1}<|im_end|>'), ([said(content=" 2\n", id=None)], " 2\n<|im_end|>"), ([said(content="2", id="x")], "does not write all of .*'id': 'x'"),
     ([said(CALL, content="I look."), {"role": "tool", "content": "2"}, said(content="2!")],
      'I look.<call>add {"a": 1}<|im_end|>\n<|im_start|>tool\n2<|im_end|>\n<|im_start|>assistant\n2!<|im_end|>'),
     ([said({"function": {"name": "now", "arguments": None}})], "<call>now {}<|im_end|>"),
@@ -138,7 +138,7 @@ def test_a_demonstration_with_calls_is_written_by_the_template_or_refused(base, 
         if len(completion) > 1 and "messages" in row:
             assert example["completion"] == "2!" and '<call>add {"a": 1}<|im_end|>' in tokenizer.decode(encode_prompt(tokenizer, example["prompt"]))
         elif expected.startswith("does"):
-            with pytest.raises(ValueError, match=f"^the chat template {expected}.*; write it as content$"):
+            with pytest.raises(ValueError, match=f"^the chat template {expected}.*; make it content$"):
                 encode_turns(tokenizer, example["prompt"], example["completion"], stops)
         else:
             assert tokenizer.decode(encode_turns(tokenizer, example["prompt"], example["completion"], stops)[0]) == expected
