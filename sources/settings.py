@@ -17,6 +17,7 @@ def read_settings(path: Path, given: dict[str, Any] | None = None) -> dict[str, 
     """
     try:
         settings = json.loads(path.read_bytes())
+        json.dumps(settings, ensure_ascii=False).encode()            # raises ValueError for half of a pair
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not a readable JSON file of settings: {error}") from None
     if not isinstance(settings, dict):
