@@ -17,7 +17,6 @@ import math
 import operator
 import os
 from dataclasses import dataclass, field
-from datetime import date
 from typing import Any, Literal, get_args, get_origin
 
 from grpo import BASELINES, LOSSES, SCALES
@@ -51,21 +50,16 @@ class ModelConfig:
     chat_template_kwargs: str = flag(
         "", 'variables of the chat template, as JSON: {"enable_thinking": false}; empty: those that an '
         "earlier run saved with the model, else none")
-    chat_template_date: str = flag(
-        "", "date for a chat template that writes today's, YYYY-MM-DD; empty: the day on which the run began")
 
     def __post_init__(self):
         if isinstance(self.chat_template_kwargs, dict):   # from a settings file or Python
             object.__setattr__(self, "chat_template_kwargs", json.dumps(self.chat_template_kwargs))
         check_values(self)
-        name = "chat_template_kwargs"
-        fix = 'must be a JSON object of the template\'s own variables, such as {"enable_thinking": false}'
         try:
             dict(**json.loads(self.chat_template_kwargs or "{}"))
-            name, fix = "chat_template_date", "must be a day such as 2026-01-31"
-            date.fromisoformat(self.chat_template_date or "2026-01-31")
         except (ValueError, TypeError):
-            reject(self, (name, True, fix))
+            fix = 'must be a JSON object of the template\'s own variables, such as {"enable_thinking": false}'
+            reject(self, ("chat_template_kwargs", True, fix))
 
 
 @dataclass(frozen=True)
@@ -393,8 +387,7 @@ def check_values(section) -> None:
     """Raise ValueError for the first flag whose value has a wrong type or is out of bounds."""
     for f in dataclasses.fields(section):
         name, value, bounds = f.name, getattr(section, f.name), f.metadata["bounds"]
-        if isinstance(value, os.PathLike):
-            object.__setattr__(section, name, value := os.fspath(value))
+        object.__setattr__(section, name, value := expand_home(value))
         if not has_type(value, f.type) and not (name == "loss_type" and value in LOSSES):  # added by a script
             raise ValueError(f"--{name}={value!s:.60}: {expected_value(name, value, f.type)}")
         inside = all(getattr(operator, bound)(value, limit) for bound, limit in bounds.items())
@@ -403,6 +396,14 @@ def check_values(section) -> None:
         for number in value if isinstance(value, list) else [value]:
             if isinstance(number, int | float) and not abs(number) <= LARGEST:   # NaN too
                 raise ValueError(f"--{name}={number!s:.30}: must be a number of at most {LARGEST} in size")
+
+
+def expand_home(value):
+    """Return a value, or a list of values, with ~/ in paths replaced, and with paths as text."""
+    if isinstance(value, list):
+        return list(map(expand_home, value))
+    value = os.fspath(value) if isinstance(value, os.PathLike) else value
+    return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~/") else value
 
 
 def has_type(value, kind) -> bool:

@@ -5,32 +5,32 @@ An example is a dict. It always has "prompt"; other keys are optional. A reward 
 for every column but completion; it gets prompt under the name prompts.
 
     prompt      "47+85=?", or chat messages such as [{"role": "user", "content": "47+85=?"}]
-    answer      "132", which reward functions compare completions with
+    answer      "132", which reward functions compare completions with; numbers become text; or a list
     completion  "<reasoning>...</reasoning><answer>132</answer>", a demonstration for supervised training, or
                 the messages of a conversation
     tools       schemas of functions, for the chat template
 
-Code that only validates or corrects wrong input is in guards.py.
+A row that does not look like this is refused, with its number and what to change.
 
-Not supported: hubs, other files and tasks, and formats of published data sets, such as an answer after ####;
-sources.load_examples reads these. Conversations are encoded in environments/messages.py.
+Not supported: hubs, other files and tasks, other columns, and formats of published data sets, such as an
+answer after ####; sources.load_examples reads these. Conversations are encoded in environments/messages.py.
 """
 
+import json
 import random
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
+from datetime import datetime
+from functools import partial
 from pathlib import Path
 
-from guards import (
-    Row, apply_template, as_value, parse_json, read_message, read_tools, require_sequence, validate_examples,
-    without_special_tokens,
-)
+DAY = datetime(2024, 7, 26)     # for chat templates that write the date: prompts are the same on every day
+CLOCK = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")               # in a chat template
 
 
 def load_examples(
-    source: str | Sequence, split: str = "train", *, limit: int | None = None, seed: int = 0,
-    columns: dict[str, str] | None = None,
+    source: str | Sequence, split: str = "train", *, limit: int | None = None, seed: int = 0
 ) -> list[dict]:
     """Return validated examples. Raises ValueError with one line: the source, and the line or number in it.
 
@@ -38,68 +38,33 @@ def load_examples(
     split    "train" or "test" of the addition problems; a file or list has no splits
     limit    the maximum number of examples, from the start; None or 0: all
     seed     determines the order of the addition problems, but not which of them are held out
-    columns  {"prompt": "question", "answer": ..., "completion": ...}; default: the first match in
-             COLUMNS. The prompt may also be text with columns in braces: "Make {target} from {nums}."
     """
-    rows = read_source(source, split, seed, columns or {})
+    from guards import validate_examples                  # encoding prompts does not need it
+
+    rows = source
+    if source == "arithmetic":
+        rows = arithmetic(split, seed)
+    elif isinstance(source, str):
+        if not source.endswith(".jsonl"):
+            raise ValueError(
+                f"{source}: neither a .jsonl file nor arithmetic; for other files, hubs and tasks: from "
+                "sources import load_examples")
+        rows = read_json_lines(source)
     return validate_examples(source, rows, limit)
 
 
-def arithmetic(split: str, seed: int) -> list[dict]:
-    """Return problems of adding two numbers below 100: 9000 for training, or 1000 others for testing."""
-    problems = [(a, b) for a in range(100) for b in range(100)]
-    random.Random("which problems are held out").shuffle(problems)
-    return [
-        {"prompt": f"{a}+{b}=?", "answer": str(a + b), "completion": demonstration(add_columns(a, b), a + b)}
-        for a, b in choose_split(problems, 1000, split, seed)
-    ]
-
-
-def encode_prompt(tokenizer, prompt: str | list | dict) -> list[int]:
-    """Encode a prompt up to the start of the completion, with the chat template if the tokenizer has one.
-
-    prompt   text, chat messages, token ids (returned unchanged), or an example. The `prompt` of an example is
-             one of these, and its `tools`, if it has any, replace tokenizer.tools
-    returns  token ids with one BOS token: the template's if there is a template, else the tokenizer's
-
-    The text of special tokens is removed from all messages but the assistant's; it is kept in a text prompt
-    without a template. Raises ValueError for messages that the template rejects or omits.
-    """
-    tools = None
-    if isinstance(prompt, dict):
-        prompt, tools = prompt["prompt"], prompt.get("tools")
-    if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
-        return prompt
-    if isinstance(prompt, str) and not tokenizer.chat_template:
-        return tokenizer(prompt).input_ids
-    messages = without_special_tokens(tokenizer, as_messages(prompt))
-    if tokenizer.chat_template:
-        text = render(tokenizer, messages, add_generation_prompt=True, tools=read_tools(tokenizer, tools))
-    else:
-        text = f"{as_text(messages)}\nassistant: "
-    return tokenizer(text, add_special_tokens=not tokenizer.chat_template).input_ids
-
-
-def encode_demonstration(
-    tokenizer, prompt, completion: str, stop_ids: list[int]
-) -> tuple[list[int], list[bool]]:
-    """Encode a demonstration. Returns T token ids and a mask of T times True: all tokens are trained on.
-
-    Raises ValueError for a conversation, which environments.messages.encode_turns encodes.
-    """
-    if not isinstance(completion, str):
-        raise ValueError(f"{completion!r:.50} is not text: pass encode_turns of environments.messages")
-    ids = encode_completion(tokenizer, completion, stop_ids)
-    return ids, [True] * len(ids)
-
-
-def encode_completion(tokenizer, completion: str, stop_ids: list[int]) -> list[int]:
-    """Encode a completion that ends with one stop token: the one that the chat template adds, else EOS."""
-    if tokenizer.chat_template:
-        completion += after_turn(tokenizer)               # a template might trim a rendered one
-    ids = tokenizer(completion, add_special_tokens=False).input_ids
-    stop = next((i for i, token in enumerate(ids) if token in stop_ids), None)
-    return [*ids, tokenizer.eos_token_id] if stop is None else ids[: stop + 1]
+def read_json_lines(path: str) -> list:
+    """Return the values in a .jsonl file. Raises ValueError that names the line."""
+    if not Path(path).is_file():
+        raise ValueError(f"{path}: no such file")
+    rows = []
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                rows += [json.loads(line)] if line.strip() else []
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{path}: line {number} is not JSON: {error}; correct it") from None
+    return rows
 
 
 class Batches:
@@ -127,13 +92,63 @@ class Batches:
         return batch
 
 
+# ---- token ids ---------------------------------------------------------------------------------------------
+
+
+def encode_prompt(tokenizer, prompt: str | list | dict) -> list[int]:
+    """Encode a prompt up to the start of the completion, with the chat template if the tokenizer has one.
+
+    prompt   text, chat messages, token ids (returned unchanged), or an example. The `prompt` of an example is
+             one of these, and its `tools`, if it has any, replace tokenizer.tools
+    returns  token ids with one BOS token: the template's if there is a template, else the tokenizer's
+
+    Raises ValueError for messages that the template rejects or omits. Not checked: the text of special tokens
+    in messages, see sources/token_check.py.
+    """
+    tools = None
+    if isinstance(prompt, dict):
+        prompt, tools = prompt["prompt"], prompt.get("tools")
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
+        return prompt
+    text = render(tokenizer, prompt, tools=tools)
+    return tokenizer(text, add_special_tokens=not tokenizer.chat_template).input_ids
+
+
+def encode_demonstration(
+    tokenizer, prompt, completion: str, stop_ids: list[int]
+) -> tuple[list[int], list[bool]]:
+    """Encode a demonstration. Returns T token ids and a mask of T times True: all tokens are trained on.
+
+    Raises ValueError for a conversation, which environments.messages.encode_turns encodes.
+    """
+    if not isinstance(completion, str):
+        raise ValueError(f"{completion!r:.50} is not text: pass encode_turns of environments.messages")
+    ids = encode_completion(tokenizer, prompt, completion, stop_ids)
+    return ids, [True] * len(ids)
+
+
+def encode_completion(tokenizer, prompt, completion: str, stop_ids: list[int]) -> list[int]:
+    """Encode a completion that ends with one stop token: the one that the chat template adds, else EOS.
+
+    The text is encoded behind the text before it, because a SentencePiece tokenizer would put a space before
+    a text alone; but alone if its first characters would merge with the last token of the prompt.
+    """
+    before, end = prompt, ""
+    if tokenizer.chat_template:
+        before, end = "question", after_turn(tokenizer)   # a template might trim a rendered completion
+    before, encode = render(tokenizer, before), partial(tokenizer.encode, add_special_tokens=False)
+    first, ids = encode(before), encode(before + completion + end)
+    ids = ids[len(first) :] if ids[: len(first)] == first else encode(completion + end)
+    stop = next((i for i, token in enumerate(ids) if token in stop_ids), None)
+    return [*ids, tokenizer.eos_token_id] if stop is None else ids[: stop + 1]
+
+
 # ---- messages as text --------------------------------------------------------------------------------------
 
 
 def as_messages(prompt: str | list[dict]) -> list[dict]:
     """Return a prompt as chat messages. Text becomes a message of the user."""
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    return list(map(read_message, messages))
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
 
 def as_text(messages: str | list[dict]) -> str:
@@ -143,12 +158,33 @@ def as_text(messages: str | list[dict]) -> str:
     return "\n".join(f"{message['role']}: {message['content'] or ''}" for message in messages)
 
 
-def render(tokenizer, messages: list[dict], add_generation_prompt: bool, tools: list | None = None) -> str:
-    """Render a conversation as text, with tools (None: tokenizer.tools) and --chat_template_kwargs.
+def render(
+    tokenizer, prompt: str | list[dict], add_generation_prompt: bool = True, tools: list | None = None
+) -> str:
+    """Return a prompt or a conversation as text: of the chat template, with tools (None: tokenizer.tools) and
+    --chat_template_kwargs; without a template the text itself, or lines that begin with a role.
 
-    Raises ValueError for messages that the template omits or rejects.
+    Raises ValueError for messages that the template rejects or omits, as many omit the role developer. Not
+    checked: assistants' messages, which may lose their thoughts (Qwen 3), and tools', written as JSON.
     """
-    return apply_template(tokenizer, messages, tools, add_generation_prompt=add_generation_prompt)
+    if not tokenizer.chat_template:
+        return prompt if isinstance(prompt, str) else f"{as_text(prompt)}\nassistant: "
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    tools = tools or getattr(tokenizer, "tools", None)
+    template = CLOCK.sub(lambda call: repr(DAY.strftime(call[2])), tokenizer.get_chat_template(tools=tools))
+    variables = tokenizer.init_kwargs.get("chat_template_kwargs", {})
+    try:
+        text = tokenizer.apply_chat_template(
+            messages, tools, chat_template=template, add_generation_prompt=add_generation_prompt,
+            tokenize=False, **variables)
+    except Exception as error:                            # a template may raise anything
+        raise ValueError(f"the chat template rejects the prompt {messages!r:.80}...: {error}") from None
+    for message in messages:
+        if message["role"] not in ("assistant", "tool") and message["content"].strip() not in text:
+            raise ValueError(
+                f"the prompt lacks the {message['role']}'s message {message['content']!r:.60}: the chat "
+                "template omits it; change its role, or pass --chat_template none")
+    return text
 
 
 def after_turn(tokenizer, reply: dict | None = None) -> str:
@@ -174,6 +210,16 @@ def end_of_turn(tokenizer) -> int | None:
 # ---- built-in problems -------------------------------------------------------------------------------------
 
 
+def arithmetic(split: str, seed: int) -> list[dict]:
+    """Return problems of adding two numbers below 100: 9000 for training, or 1000 others for testing."""
+    problems = [(a, b) for a in range(100) for b in range(100)]
+    random.Random("which problems are held out").shuffle(problems)
+    return [
+        {"prompt": f"{a}+{b}=?", "answer": str(a + b), "completion": demonstration(add_columns(a, b), a + b)}
+        for a, b in choose_split(problems, 1000, split, seed)
+    ]
+
+
 def choose_split(problems: list, held_out: int, split: str, seed: int) -> list:
     """Return the first problems, which are held out, for "test", else the others, shuffled by the seed."""
     if split not in ("train", "test"):
@@ -193,79 +239,3 @@ def add_columns(a: int, b: int) -> str:
 def demonstration(reasoning: str, answer: str | int) -> str:
     """Return a completion in the format that the format rewards expect."""
     return f"<reasoning>{reasoning}</reasoning><answer>{answer}</answer>"
-
-
-# ---- rows, and columns under other names -------------------------------------------------------------------
-
-COLUMNS = {                     # the column names that are recognised, in order of precedence
-    "prompt": ("prompt", "question", "problem", "instruction", "messages", "conversations"),
-    "answer": ("answer", "final_answer", "solution", "target", "answerKey"),
-    "completion": ("completion", "response", "output", "canonical_solution"),
-}
-BRACES = re.compile(r"\{([^{}]+)\}")                     # a column in the text of a prompt
-
-
-def read_source(source: str | Sequence, split: str, seed: int, columns: dict[str, str]) -> Iterable[dict]:
-    """Return rows that have prompt, answer and completion."""
-    if not isinstance(source, str):
-        rows = require_sequence(source)
-    elif source == "arithmetic":
-        return arithmetic(split, seed)
-    elif source.endswith(".jsonl"):
-        rows = read_json_lines(source)
-    else:
-        raise ValueError(
-            f"{source}: neither a .jsonl file nor arithmetic; for other files, hubs and tasks: from sources "
-            "import load_examples")
-    return (choose_columns(row, columns) for row in rows)
-
-
-def read_json_lines(path: str) -> list:
-    """Return the values in a .jsonl file. Raises ValueError that names the line."""
-    if not Path(path).is_file():
-        raise ValueError(f"{path}: no such file")
-    rows = []
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                rows += [parse_json(line)] if line.strip() else []
-            except ValueError as error:
-                raise ValueError(f"{path}: line {number} is not JSON: {error}; correct it") from None
-    return rows
-
-
-def choose_columns(row, columns: dict[str, str]) -> Row:
-    """Return a row with prompt, answer and completion under these names, each from the column in `columns`,
-    else from the first of COLUMNS with a value. A path (reward_model.ground_truth) names a nested field.
-    """
-    row = Row(row if isinstance(row, Mapping) else {"prompt": row})
-    names = f"the row has columns {', '.join(row) or 'none'}"
-    found = {}
-    for name, candidates in COLUMNS.items():
-        chosen = columns.get(name)
-        if chosen and chosen not in row and cell(row, chosen) is None:
-            raise ValueError(f"--{name}_column={chosen}: {names}")
-        free = (c for c in candidates if c not in columns.values() and row.get(c) is not None)
-        if column := chosen or next(free, None):
-            found[name] = cell(row, column)
-    if "prompt" not in found:
-        raise ValueError(
-            f"{names}; it needs a value in one of {', '.join(COLUMNS['prompt'])}, or --prompt_column, a name "
-            f"or a text such as '... {{{'} ... {'.join(row)}}}'")
-    return row | found
-
-
-def cell(row: dict, column: str):
-    """Return the value of a column; of a nested field, "a.b" of {"a": {"b": 1}}; or of a text with columns in
-    braces, which are filled in. None if there is no such column.
-
-    Braces around anything but a column, such as {"x": 1}, are kept, unless they hold a single word.
-    """
-    names = {} if column in row else dict.fromkeys(BRACES.findall(column))
-    known = [name for name in names if name in row or cell(row, name) is not None]
-    if known and not any(name.isidentifier() for name in names.keys() - known):
-        texts = {name: "" if (value := cell(row, name)) is None else str(value) for name in known}
-        return BRACES.sub(lambda match: texts.get(match[1], match[0]), column)
-    head, _, field = column.partition(".")
-    inside = row.get(head) if field and column not in row else None
-    return cell(inside, field) if isinstance(inside, Mapping) else as_value(row.get(column))

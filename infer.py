@@ -21,7 +21,7 @@ from runs.errors import exit_on_errors  # first, see runs/__init__.py
 
 from analysis import evaluation, report
 from config import GRPOConfig, ModelConfig
-from data import as_text, encode_prompt
+from data import as_text
 from engine.device_policy import DevicePolicy
 from engine.devices import best_device, idle_cores
 from engine.fingerprints import fingerprint_of_examples, fingerprint_of_model
@@ -35,6 +35,8 @@ from runs.folder import replace_text, without_nan
 from runs.groups import Scoring
 from runs.startup_check import choose_engine, refuse_wrong_sampler
 from sources import load_examples
+from sources.readers import refuse_split
+from sources.token_check import encode_prompts, refuse_wrong_ids
 from sources.training_data import instructed
 
 
@@ -70,7 +72,9 @@ def main(argv: list[str]) -> None:
 def load_problems(args: argparse.Namespace, functions: list, environment: Callable | None) -> list[dict]:
     """Load the first --limit examples of --evaluate. Raise ValueError if a column is missing."""
     columns = {"prompt": args.prompt_column, "answer": args.answer_column}
-    problems = load_examples(args.evaluate, args.split, limit=args.limit, columns=columns)
+    refuse_split("split", args.split, "test", args.evaluate)
+    notify = partial(print, file=sys.stderr)
+    problems = load_examples(args.evaluate, args.split, limit=args.limit, columns=columns, notify=notify)
     refuse_missing_columns(args.environment, environment, problems)
     is_answered = any(not is_missing(problem.get("answer")) for problem in problems)
     if is_answered or args.reward_functions != ["correctness"]:
@@ -96,8 +100,9 @@ def sample_answers(
     if args.evaluate or device.type == "xla":             # checking takes some seconds
         policy, _ = choose_engine(policy, ["1+1=?"], config)
     refuse_wrong_sampler(policy)
-    longest = max(len(encode_prompt(tokenizer, problem)) for problem in problems)
-    check_context_length(policy.model, longest, config.generation_max_length)
+    prompts = encode_prompts(problems, tokenizer, args.evaluate or "--question")
+    refuse_wrong_ids(policy.model, tokenizer, prompts)
+    check_context_length(policy.model, max(map(len, prompts)), config.generation_max_length)
     to_stderr = partial(print, file=sys.stderr)
     idle_cores.choose_threads(to_stderr)
     return evaluation.sample_and_score_problems(
@@ -175,8 +180,8 @@ def print_evaluation(args: argparse.Namespace, records: list[dict]) -> None:
     accuracy = estimates.get("accuracy", {"mean": 1})
     none_right = accuracy["mean"] == 0 and accuracy["function"] == "correctness"
     if none_right and not any(map(extract_answer, texts)):
-        print("no completion has an <answer>...</answer> or a \\boxed{}: request it with --instruction, or see "
-              "other --reward_functions, such as last_number", file=sys.stderr)
+        print("no completion has an <answer>...</answer> or a \\boxed{}: request it with --instruction, or "
+              "choose other --reward_functions, such as last_number", file=sys.stderr)
     if args.json:
         print(f"{args.json}: {len(records)} prompts with their completions")
 

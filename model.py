@@ -6,7 +6,6 @@ engine/models.py adds hubs, LoRA adapters, 16 bits and several processes.
 """
 
 import json
-from datetime import date, datetime
 from pathlib import Path
 
 import torch
@@ -15,8 +14,13 @@ from transformers import (
     AutoModelForCausalLM, AutoTokenizer, Gemma3ForCausalLM, Gemma3TextConfig, PreTrainedModel,
     PreTrainedTokenizerFast,
 )
+from transformers.utils import cached_file
 
 from rewards import TAGS
+
+# Texts on which tokenizers of different classes differ: spaces, digits, case, lines, other scripts.
+SAMPLES = (
+    "1+1=?", " It's 12345 x 29\u00d730;\n\n\tdef f(a_b):  # na\u00efve \u6f22\u5b57 \U0001f600", '["Hi"] ALL')
 
 
 def load_tokenizer(model_config) -> PreTrainedTokenizerFast:
@@ -25,22 +29,39 @@ def load_tokenizer(model_config) -> PreTrainedTokenizerFast:
         return byte_tokenizer()
     variables = json.loads(model_config.chat_template_kwargs or "null")
     options = {} if variables is None else {"chat_template_kwargs": variables}   # saved with the tokenizer
-    tokenizer = AutoTokenizer.from_pretrained(
-        model_config.model_path, trust_remote_code=model_config.trust_remote_code, **options)
-    tokenizer("1+1=?")                                    # some wrong settings raise an error only here
+    options["trust_remote_code"] = model_config.trust_remote_code
+    tokenizer = AutoTokenizer.from_pretrained(model_config.model_path, **options)
+    if not equals_file(tokenizer, model_config.model_path):          # of a class with other steps
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(model_config.model_path, **options)
+        if not equals_file(tokenizer, model_config.model_path):
+            raise ValueError(
+                f"--model_path={model_config.model_path}: transformers makes other token ids than its "
+                "tokenizer.json; correct tokenizer_class in tokenizer_config.json")
     if len(tokenizer) <= len(tokenizer.all_special_tokens):          # a folder without tokenizer files
         raise ValueError(f"--model_path={model_config.model_path}: no tokenizer is there")
     if tokenizer.eos_token_id is None:
         raise ValueError(f"--model_path={model_config.model_path}: its tokenizer needs an eos_token")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token         # harmless: masks come from lengths, not from ids
-    tokenizer.today = datetime.fromisoformat(model_config.chat_template_date or str(date.today()))
     if model_config.chat_template == "none":
         tokenizer.chat_template = None
-    if variables and not tokenizer.chat_template:
+    if unknown := [name for name in variables or () if name not in str(tokenizer.chat_template)]:
         given = model_config.chat_template_kwargs
-        raise ValueError(f"--chat_template_kwargs={given}: there is no chat template")
+        problem = f"has no variable {unknown[0]}" if tokenizer.chat_template else "does not exist"
+        raise ValueError(f"--chat_template_kwargs={given}: the chat template {problem}")
     return tokenizer
+
+
+def equals_file(tokenizer, path: str) -> bool:
+    """Return True if a tokenizer makes the ids of its tokenizer.json, or has no such file."""
+    file = cached_file(path, "tokenizer.json", _raise_exceptions_for_missing_entries=False)
+    if not file:
+        return True
+    own = Tokenizer.from_file(file)
+    own.no_truncation()
+    own.no_padding()
+    ids = [own.encode(text, add_special_tokens=False).ids for text in SAMPLES]
+    return ids == tokenizer(list(SAMPLES), add_special_tokens=False).input_ids
 
 
 def load_policy(model_config) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
@@ -157,3 +178,10 @@ def save_policy(model: PreTrainedModel, tokenizer, folder: Path, weights: dict |
     """Write a folder that AutoModelForCausalLM and AutoTokenizer load. weights: replace the model's."""
     model.save_pretrained(folder, state_dict=weights)
     tokenizer.save_pretrained(folder)
+    follow_umask(folder)
+
+
+def follow_umask(folder: Path) -> None:
+    """Give weights, which safetensors writes for their owner alone, the mode of other files of the folder."""
+    for file in folder.glob("*.safetensors"):
+        file.chmod((folder / "tokenizer_config.json").stat().st_mode & 0o777)

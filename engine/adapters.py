@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from engine.fingerprints import fingerprint_of_model
 from engine.text_model import linear_layers, trainable_parameters
+from model import follow_umask
 
 
 def add_adapter(model: PreTrainedModel, model_config, saved: bool) -> None:
@@ -58,6 +59,7 @@ def save_adapter(model: PreTrainedModel, tokenizer, folder, weights: dict[str, t
     save_file(adapter, folder / "adapter_model.safetensors", {"format": "pt"})
     (folder / "base_fingerprint").write_text(model.base_fingerprint)
     tokenizer.save_pretrained(folder)
+    follow_umask(folder)
 
 
 class AdapterReference:

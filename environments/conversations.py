@@ -31,6 +31,7 @@ from environments.messages import encode_reply
 from reward_functions.calling import call_with_timeout
 from rewards import MAX_REWARD
 from sample import Rollout, decode_completion, opened_thought, stop_token_ids
+from sources.token_check import without_special_tokens
 
 MAX_MESSAGE_CHARACTERS = 4000   # limit of an environment's message; a note replaces the rest
 
@@ -86,6 +87,11 @@ class Conversations:
             prompts = [
                 start_group(self.environment, responds[p * size : (p + 1) * size], str(seed), name)
                 for p, seed in enumerate(self.seeds)]
+            longest = max(len(encode_prompt(self.tokenizer, prompt)) for prompt in prompts)
+            if longest > (limit := getattr(self.tokenizer, "max_prompt_length", longest)):
+                raise RunError(
+                    f"environment {name}: with the text of reset a prompt has {longest} tokens, more than "
+                    f"--max_prompt_length={limit}; raise it, or let reset return less.")
         else:
             responds = responders(self.environment, rows)
         # Changed in place, because a repetition of sampling reads the same list.
@@ -133,7 +139,7 @@ class Conversation:
         self.config, self.stops = grpo_config, stops
         self.environment = getattr(respond, "environment", None)     # the instance of a class
         self.opened = opened                              # <think>, if the template opened it for this turn
-        self.messages = as_messages(prompt)
+        self.messages = list(as_messages(prompt))         # a copy: messages are appended
         self.num_prompt_messages = len(self.messages)
         self.turn_start = 0                         # start of the current turn, in tokens after the prompt
         self.num_turns = 0                                # turns that the policy has ended
@@ -150,7 +156,8 @@ class Conversation:
         self.turn_points[len(ids) - 1] = reward
         if message is None or self.num_turns == self.config.max_turns:
             return []
-        reply = encode_reply(self.tokenizer, self.prompt, message, self.stops, ended_by=ids[-1])
+        said = message | {"content": without_special_tokens(self.tokenizer, message["content"])}
+        reply = encode_reply(self.tokenizer, self.prompt, said, self.stops, ended_by=ids[-1])
         # The policy needs at least one more token.
         self.too_long = len(ids) + len(reply) >= self.config.generation_max_length
         if self.too_long:

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import get_args, get_origin
 
-from config import DEFAULTS, FLAGS, Config, GRPOConfig, ModelConfig, reject, validate_functions
+from config import DEFAULTS, FLAGS, Config, GRPOConfig, ModelConfig, expand_home, reject, validate_functions
 from sources.foreign_names import explain_unknown
 from sources.settings import complete, read_settings
 
@@ -128,15 +128,22 @@ def parse_config(argv: list[str]) -> Config:
     flags = vars(build_parser(show_all="--help_all" in words).parse_all(words))
     if is_file:
         flags = read_settings(Path(argv[0]), flags) | flags
-    flags = complete(flags)
+    has_rewards, flags = "reward_functions" in flags, complete(flags)
     if unknown := [name for name in flags if name not in FLAGS]:                 # in a file
         raise ValueError(explain_unknown(unknown, FLAGS))
     config = Config.of(**flags)
     validate_functions(config.grpo)
+    if has_rewards and not config.training.use_grpo:
+        raise ValueError("--reward_functions: not used in supervised training; add --use_grpo, or remove it")
     return config
 
 
 # ---- infer.py ----------------------------------------------------------------------------------------------
+
+
+def user_path(text: str) -> Path:
+    """Return a path, with the folder of the user for ~/."""
+    return Path(text).expanduser()
 
 
 def parse_infer(argv: list[str], description: str) -> argparse.Namespace:
@@ -147,9 +154,9 @@ def parse_infer(argv: list[str], description: str) -> argparse.Namespace:
     modes, add = parser.add_mutually_exclusive_group().add_argument, parser.add_argument
     modes("--question", help="print the model's answer to this prompt")
     modes("--evaluate", metavar="DATASET", help="a file, hub id or built-in task with problems or prompts")
-    modes("--report", metavar="RUN", nargs="+", type=Path,
+    modes("--report", metavar="RUN", nargs="+", type=user_path,
           help="write RUN/report.html: curves, advice, settings, completions; or compare several runs")
-    add("--json", metavar="FILE", type=Path,
+    add("--json", metavar="FILE", type=user_path,
         help="write results of --evaluate and all completions to FILE, or continue it with the same settings")
     add("--samples", type=int, default=1, help="completions of each prompt [%(default)s]")
     add("--split", default="test", help="train, test, or another split of a hub data set [%(default)s]")
@@ -159,7 +166,7 @@ def parse_infer(argv: list[str], description: str) -> argparse.Namespace:
         "reward_errors", "environment", "max_turns", "generation_max_length", "generation_temperature",
         "generation_top_p", "generation_top_k", "generation_min_p", "generation_batch_size", "seed",
         "precision", "attn_implementation", "trust_remote_code", "device", "chat_template",
-        "chat_template_kwargs", "chat_template_date",
+        "chat_template_kwargs",
     ]
     add_flags(
         parser, shared, reward_functions=["correctness"], generation_batch_size=64,
@@ -167,6 +174,7 @@ def parse_infer(argv: list[str], description: str) -> argparse.Namespace:
     args = parser.parse_all(argv)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError("WORLD_SIZE: infer.py runs in one process; start it without torchrun")
+    args.evaluate, args.model_path = expand_home(args.evaluate), expand_home(args.model_path)
     if (args.question, args.evaluate, args.report) == (None, None, None):
         raise ValueError("give one of --question, --evaluate and --report")
     if args.evaluate is None and (args.json or args.reward_functions != ["correctness"]):

@@ -15,7 +15,7 @@ from engine.device_policy import DevicePolicy
 from engine.models import is_exact
 from engine.text_model import has_experts
 from policy import Policy
-from sample import Rollout, stop_token_ids
+from sample import Rollout
 
 TOLERANCE = 1e-2                # nats; forward passes of different shapes agree to about 1e-5 in float32,
 TOLERANCE_HALF = 0.3            # and to about 0.01 in bfloat16, less in float16 and TF32
@@ -76,7 +76,6 @@ def refuse_wrong_sampler(policy: Policy, prompts=("1+1=?",), most_tokens: int = 
     """
     model, tokenizer = policy.model, policy.tokenizer
     prompts = [encode_prompt(tokenizer, prompt) for prompt in prompts]
-    refuse_wrong_tokens(model, tokenizer, prompts)
     half = prompts[0][len(prompts[0]) // 2 :]
     settings, seeds = short_completions(most_tokens), [(0, 0), (0, 1)]
     sampler = getattr(policy, "sampler", None)            # such as vLLM, which gets the weights first
@@ -91,24 +90,6 @@ def refuse_wrong_sampler(policy: Policy, prompts=("1+1=?",), most_tokens: int = 
     elif fault := difference(model, "sampler and trainer", sampled, trained):
         raise ValueError(f"start-up check: {fault}; try --attn_implementation eager")
     return rollout
-
-
-def refuse_wrong_tokens(model, tokenizer, prompts: list[list[int]]) -> None:
-    """Raise ValueError if a prompt begins with two BOS or ends with a stop id, or if there is no stop id.
-
-    Later tokens with the id of BOS may be correct: a ChatML template can begin every message with it.
-    """
-    stops, bos_id = stop_token_ids(model, tokenizer), tokenizer.bos_token_id
-    if not stops:
-        raise ValueError("start-up check: no stop id; set eos_token_id in the model's generation_config.json")
-    if bos_id is not None and any(prompt[:2] == [bos_id, bos_id] for prompt in prompts):
-        raise ValueError(
-            "start-up check: a prompt begins with two BOS tokens; one is the tokenizer's: remove the other "
-            "one from the data or the chat template")
-    if any(prompt[-1] in stops for prompt in prompts):
-        raise ValueError(
-            "start-up check: a prompt ends with a stop id, so there is nothing to continue; disable "
-            "add_eos_token in tokenizer_config.json")
 
 
 @torch.no_grad()

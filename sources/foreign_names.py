@@ -63,6 +63,7 @@ ANSWERS = {
     "run_name logging_dir default_local_dir": "--output_dir",
     "resume_from_checkpoint resume_mode": "--resume with --output_dir",
     "enable_thinking": "--chat_template_kwargs, as JSON",
+    "chat_template_date": "always 26 Jul 2024, if the template has no variable for --chat_template_kwargs",
     "importance_sampling_level": "--loss_type gspo for sequence",
     "vllm_importance_sampling_cap rollout_is_threshold": "--importance_cap",
     "ref_model_mixup_alpha": "--ema_alpha, the share of the old reference: 1 - ref_model_mixup_alpha",

@@ -1,143 +1,120 @@
 """
-Convert formats of published data sets: columns that belong to the prompt, turns of conversations, and answers
-at the end of a solution.
+Published forms of data sets: a table of functions of a row, which return the columns that they change, or {}
+if the row is not in this form. What is in no form is taken as it is, or refused by guards.py.
 """
 
-import ast
+import json
 import re
-from contextlib import suppress
+from string import ascii_uppercase as LETTERS
 
-from data import BRACES, as_messages, cell, choose_columns, demonstration
-from guards import Row, messages_in_text, read_message
-from reward_functions.answers import as_list, unwrap
-from reward_functions.formats import LETTERS
-from rewards import BOX, as_number, extract_boxed
+from data import demonstration
+from guards import without_nulls
+from rewards import extract_boxed
 
-STATED = re.compile(r"\banswer(?: is:?|:)[ *]*(\S+?(?: \S+?){0,2})[.*]*\s*\Z", re.IGNORECASE)   # "Answer: 16"
-AFTER_HASHES = re.compile(r"(?<!#)####(?!#| *\d+ of \d) *([^\n]*[^\s.])\.?\s*\Z")
-COUNTED = re.compile(                     # "72 apples", not "72 million", "7 pm", "3 and a half" or "7 of 9"
-    r"([-+]?[$€£]?[\d.,]*\d(?: *%)?)(?: *[$€£]| +(?!([mbtr]+illion|hundred|thousand|dozen|lakh|crore|and|or"
-    r"|to|[ap]m|noon|pi|mod|BCE?|AD)\b)([A-Za-z]{2}|[mghsl]\b)[^\d]*)?")
-ANSWER_FIRST = re.compile(rf"[$ *]*({BOX.pattern}|(the )?(final )?answer\b)", re.IGNORECASE)
-SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant"}
+ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant"}            # of ShareGPT
 
 
-def as_published(row, columns: dict[str, str]) -> dict:
-    """Return a row like data.choose_columns, with its prompt and its answer converted from these formats.
+def from_gsm8k(row: dict) -> dict:
+    """Split "48/2 = <<48/2=24>>24 clips.\\n#### 72" at the hashes; annotations in << >> are removed."""
+    solution, _, answer = str(row["answer"]).rpartition("####")
+    answer = re.sub(r"(?<=\d),(?=\d{3})", "", answer.strip())
+    reasoning = re.sub(r"<<.*?>>", "", solution).strip()
+    return demonstrated(row, reasoning, answer) if answer and "\n" not in answer else {}
 
-    A prompt made from text with columns in braces is already complete.
+
+def from_math(row: dict) -> dict:
+    """Take the answer from the last \\boxed{...} of a solution, unless it has a column (MATH)."""
+    solution, given = str(row.get("solution") or row["answer"]), row["answer"]
+    alone = re.match(r"\W*(boxed|fbox|framebox)", solution)                      # without reasoning
+    answer = extract_boxed(str(given)) or given
+    return demonstrated(row, "" if alone else solution, answer) if extract_boxed(solution) else {}
+
+
+def demonstrated(row: dict, solution: str, answer) -> dict:
+    """Return an answer, and a demonstration of a solution if the row has no other."""
+    free = solution and not row.get("completion") and isinstance(row.get("prompt"), str)
+    return {"answer": answer} | ({"completion": demonstration(solution, answer)} if free else {})
+
+
+def from_choices(row: dict) -> dict:
+    """Write lettered choices below a question, and the answer, an index or a label, as a letter.
+
+    ["no", "yes"] (MMLU), {"text": ["no", "yes"], "label": ["1", "2"]} (ARC), {"A": "no", "B": "yes"} (MedQA)
     """
-    row = choose_columns(row, columns)
-    given, answer = dict(row), row.get("answer")
-    choices = without_letters(text_choices(given))
-    row["prompt"] = messages_in_text(row["prompt"])
-    if not BRACES.search(columns.get("prompt", "")):
-        row["prompt"] = complete_prompt(row["prompt"], row, choices)
-    for name, column in ("numbers", "nums"), ("tests", "test_list"):             # Countdown, MBPP
-        if column in row:                                 # for the reward function that needs this name
-            row = row | {name: row.get(name, row.get(column))}
-    if isinstance(answer, str | int | float):
-        typed = str not in (type(given.get("choices")), type(given.get("options")))  # a CSV file has no types
-        row["answer"], reasoning = split_answer(answer, choices, typed)
-        demonstrated = isinstance(row["prompt"], list) and row["prompt"][-1]["role"] == "assistant"
-        if reasoning and not row.get("completion") and not demonstrated:
-            row["completion"] = demonstration(reasoning, row["answer"])
-    if choices:
-        row.read |= {"choices", "options"}
-        row["choices"] = list(choices.values())
-    return row
+    name = "options" if row.get("choices") is None else "choices"
+    choices, answer = row.get(name), row.get("answer")
+    if row.get("prompt") != row["question"] or choices is None:
+        return {}
+    by_label = choices if isinstance(choices, dict) else {"label": [], "text": choices}
+    labels, texts = [*by_label.get("label", by_label)], by_label.get("text", [*by_label.values()])
+    place = labels.index(str(answer)) if str(answer) in labels else answer
+    lines = [f"{letter}. {text}" for letter, text in zip(LETTERS, checked(texts), strict=False)]
+    answer = dict(enumerate(LETTERS[: len(texts)])).get(place, answer)
+    if answer not in [None, *LETTERS[: len(texts)], *texts]:
+        raise ValueError(f"the answer {answer!r:.40} is no index, label or text of its {len(texts)} choices")
+    prompt = "\n".join([row["question"], *lines])
+    return {"prompt": prompt, "answer": answer, name: choices, "choices": texts}
 
 
-def complete_prompt(prompt, row: Row, choices: dict[str, str]):
-    """Complete a prompt from other columns: put a `system` message before it, Alpaca's `input` or Dolly's
-    `context` after an `instruction`, and lettered choices after a question that does not contain them. The
-    turns of ShareGPT (from, value) become chat messages.
-    """
-    if not isinstance(prompt, str | list):
-        return prompt
-    for name in ("input", "context") if prompt == dict(row).get("instruction") else ():
-        prompt += f"\n\n{text}" if (text := text_in(row, name)) else ""
-    if isinstance(prompt, str):
-        prompt = with_choices(prompt, choices)
-    else:
-        turns = [
-            {"role": SHAREGPT_ROLES.get(turn["from"], turn["from"]), "content": turn["value"]}
-            if isinstance(turn, dict) and {"from", "value"} <= turn.keys() else turn for turn in prompt
-        ]
-        *before, last = map(read_message, turns or [None])
-        if last["role"] == "user" and last["content"]:
-            last = last | {"content": with_choices(last["content"], choices)}
-        prompt = [*before, last]
-    if isinstance(prompt, list) and prompt[0]["role"] == "system":
-        return prompt
-    system = text_in(row, "system")
-    return [{"role": "system", "content": system}, *as_messages(prompt)] if system else prompt
+def checked(texts) -> list[str]:
+    """Return the texts of choices. Raises ValueError if they are anything else."""
+    if not isinstance(texts, list) or {*map(type, texts)} != {str} or len(texts) > len(LETTERS):
+        raise ValueError(
+            f"choices or options must be a list of at most {len(LETTERS)} texts, not {texts!r:.60}: "
+            "data.map(lambda row: {'choices': [...]}), or data.rename_column('options', '...')")
+    return texts
 
 
-def text_in(row: Row, column: str) -> str:
-    """Return the text in a column, "" if it is blank or not text, which does not count as read."""
-    is_text = isinstance(dict.get(row, column), str) and row[column].strip()
-    return row.get(column) if is_text else ""
+def from_alpaca(row: dict) -> dict:
+    """Write the input below the instruction, with an empty line between them."""
+    text = f"{row['instruction']}\n\n{row['input']}"
+    return {"prompt": text} if row["input"] and row["prompt"] == row["instruction"] else {}
 
 
-def without_letters(choices: dict[str, str]) -> dict[str, str]:
-    """Return choices without their letters: 21 for "A)21" (AQuA)."""
-    pairs = list(zip(LETTERS, choices.items(), strict=False))
-    own = {label: re.sub(rf"^\(?{letter}[).:]\s*", "", text) for letter, (label, text) in pairs}
-    return choices if any(own[label] == choices[label] for label in own) else own
+def from_sharegpt(row: dict) -> dict:
+    """Make messages of turns {"from": "human", "value": "..."}, after the message in `system`, if any."""
+    turns, system = row["prompt"], row.get("system")
+    if turns != row["conversations"] or not all({"from", "value"} <= {*turn} for turn in turns):
+        return {}
+    turns = [{"role": ROLES.get(turn["from"], turn["from"]), "content": turn["value"]} for turn in turns]
+    return {"prompt": [{"role": "system", "content": system}] * bool(system) + turns, "system": system}
 
 
-def with_choices(question: str, choices: dict[str, str]) -> str:
-    """Return a question followed by its lettered choices, if they are not in it."""
-    options = list(zip(LETTERS, choices.values(), strict=False))
-    if all(re.search(rf"\b{letter}\W+{re.escape(text)}", question) for letter, text in options):
-        return question
-    return question + "".join(f"\n{letter}. {text}" for letter, text in options)
+def from_countdown(row: dict) -> dict:
+    """Name the numbers of a task as the reward function countdown does."""
+    return {"numbers": row["nums"]}
 
 
-def text_choices(row: dict) -> dict[str, str]:
-    """Return the texts in the column `choices` or `options` by label, at most as many as letters; or {}.
-
-    ["no", "yes"] (MMLU), {"text": ["no", "yes"], "label": ["1", "2"]} (ARC), {"A": "no", "B": "yes"} (MedQA),
-    or one of these as text.
-    """
-    choices = cell(row, "options" if row.get("choices") is None else "choices")
-    with suppress(ValueError, SyntaxError, TypeError):
-        if isinstance(choices, str):                      # pandas writes no commas: ['no' 'yes']
-            choices = ast.literal_eval(re.sub(r"(?<=['\"])\s+(?=['\"])", ", ", choices))
-        if isinstance(choices, list):
-            choices = dict(zip(LETTERS[: len(choices)], choices, strict=True))
-        elif "label" in choices:
-            choices = dict(zip(choices["label"], choices["text"], strict=True))
-        if all(len(label) == 1 and isinstance(text, str) for label, text in dict(choices).items()):
-            return choices
-    return {}
+def from_mbpp(row: dict) -> dict:
+    """Write the tests below the text, because they name the function; the code is the demonstration."""
+    tests, text = row["test_list"], row.get("text")       # no text: it is the prompt
+    prompt = "\n".join([text or row["prompt"], "Your code must pass these tests:", *tests])
+    return {"tests": tests, "text": text, "prompt": prompt, "completion": row["code"]}
 
 
-def split_answer(answer, choices: dict[str, str], typed: bool = True) -> tuple[str | list[str], str]:
-    """Return an answer, and the reasoning before it or "".
+def from_verl(row: dict) -> dict:
+    """Take the answer, or the columns of a task, from {"reward_model": {"ground_truth": ...}}."""
+    truth = row["reward_model"]["ground_truth"]
+    texts = json.loads(truth) if str(truth).startswith('["') else truth
+    return truth if isinstance(truth, dict) else {"answer": texts}
 
-    A label (ARC) or an index into the choices (MMLU), also as "2" or 2.0, becomes a letter; but if columns
-    are typed, a text that is itself a choice is kept. The text of a list of texts becomes the list.
 
-    A solution is split if its last line ends with `#### 72` (GSM8K; a unit after the number is dropped), if
-    it has a \\boxed{...} (MATH; the last one counts), or if it ends with "The answer is: 72.", with at most
-    three words in place of 72.
-    """
-    text, labels = str(answer), list(choices)
-    name = text.strip().removesuffix(".0")
-    is_text = typed and isinstance(answer, str) and text in choices.values()
-    names = labels if name in labels or is_text else list(map(str, range(len(labels))))
-    if name in names:
-        return LETTERS[names.index(name)], ""
-    if (texts := as_list(text)) and all(isinstance(one, str) for one in texts):
-        return texts, ""
-    if end := AFTER_HASHES.search(text):
-        found, _ = split_answer(unwrap(end[1]), {})
-        if (counted := COUNTED.fullmatch(str(found))) and as_number(counted[1]) is not None:
-            found = counted[1].replace(",", "")
-        reasoning = re.sub(r"<<.*?>>", "", text[: end.start()]).strip()             # without annotations
-        return found, reasoning if isinstance(found, str) else ""
-    stated = STATED.search(text)
-    found = extract_boxed(text) or (stated and stated[1])
-    return found or text, text if found and not ANSWER_FIRST.match(text) else ""
+def from_tools(row: dict) -> dict:
+    """Parse schemas of tools that are JSON text, and wrap those without a type."""
+    tools = [] if row["tools"] is None else row["tools"]
+    tools = json.loads(tools) if isinstance(tools, str) and tools.startswith("[{") else tools
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise ValueError(
+            f"tools must be a list of schemas of functions, or its JSON text, not {tools!r:.60}; if the "
+            "column is something else: data.rename_column('tools', '...')")
+    schemas = [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
+    return {"tools": without_nulls(schemas)}
+
+
+FORMS = {     # columns that a row needs, text that its solution or answer contains, function that converts it
+    "gsm8k": ({"answer"}, "####", from_gsm8k), "math": ({"answer"}, "box", from_math),
+    "choices": ({"question"}, "", from_choices), "alpaca": ({"instruction", "input"}, "", from_alpaca),
+    "sharegpt": ({"conversations"}, "", from_sharegpt), "countdown": ({"nums"}, "", from_countdown),
+    "mbpp": ({"code", "test_list"}, "", from_mbpp), "verl": ({"reward_model"}, "", from_verl),
+    "tools": ({"tools"}, "", from_tools),
+}

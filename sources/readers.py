@@ -1,14 +1,15 @@
 """Readers of files, the Hugging Face hub, TensorFlow Datasets and Kaggle."""
 
 import csv
+import json
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from data import read_json_lines
 from engine.errors import first_line
-from guards import as_value, parse_json, require_sequence
 from sources import GYM
 from sources.tasks import PROBLEMS
 
@@ -16,16 +17,17 @@ SUFFIXES = ".jsonl", ".json", ".csv", ".parquet"
 OTHER_SPLITS = "other splits: --train_split, --eval_dataset and --eval_split, or --eval_limit 0"
 
 
-def read_rows(source: str | Sequence, split: str, seed: int, columns: dict[str, str]) -> Iterable[dict]:
-    """Return rows like data.read_source, but from more sources and in more formats.
+def read_rows(source: str | Sequence, split: str, seed: int) -> Iterable:
+    """Return rows like data.load_examples, but from more sources.
 
     source   also a .json, .csv or .parquet file; an id on the Hugging Face hub such as "openai/gsm8k:main"
              (name:configuration); "tfds:gsm8k"; "kaggle:owner/name/file.csv"; "countdown"; "guess_letter";
              "reasoning_gym:chain_sum,countdown"
     split    also another split on a hub, or a part of it such as "train[:90%]"
     """
+    rows = source
     if not isinstance(source, str):
-        rows = require_sequence(source)
+        pass
     elif source in PROBLEMS:
         return PROBLEMS[source](split, seed)
     elif source.startswith(GYM):
@@ -36,42 +38,50 @@ def read_rows(source: str | Sequence, split: str, seed: int, columns: dict[str, 
         rows = read_tfds(source, split)
     elif source.startswith("kaggle:"):
         rows = read_file(download_from_kaggle(source))
+    elif source.endswith(".jsonl"):
+        rows = read_json_lines(source)
     elif Path(source).suffix in SUFFIXES:
         rows = read_file(source)
     else:
         rows = read_hub(source, split)
-    from sources.published_forms import as_published      # built-in problems do not need it
-
-    features = getattr(rows, "features", None) or {}  # of datasets
-    return (as_published(with_types(row, features), columns) for row in rows)
+    return with_types(rows, rows.features) if getattr(rows, "features", None) else rows
 
 
-def with_types(row, features: dict):
-    """Return a row of `datasets` with names in place of label numbers, and 0.1 for a float32 of 0.1."""
-    typed = {}
-    for name in [name for name in features if row[name] is not None]:
-        inner = getattr(features[name], "feature", features[name])               # of a list
-        if hasattr(inner, "int2str"):
-            typed[name] = np.array([*inner.names, None])[row[name]]              # -1, the last: no label
-        elif getattr(inner, "dtype", "") == "float32":
-            typed[name] = np.array(row[name], "float32")
-    return row | as_value(typed) if typed else row
+def has_splits(source: str | Sequence) -> bool:
+    """Return True if a source has splits: built-in problems and hubs, but no files or lists."""
+    return isinstance(source, str) and Path(source).suffix not in SUFFIXES
+
+
+def refuse_split(name: str, split: str, default: str, source: str | Sequence) -> None:
+    """Raise ValueError if a split is chosen for a source without splits."""
+    if split != default and not has_splits(source):
+        raise ValueError(
+            f"--{name}={split}: all rows of a file or list are used; write others to another file")
+
+
+def with_types(rows: Sequence, features: dict) -> Iterable[dict]:
+    """Return rows of `datasets` with names in place of label numbers, and 0.1 for a float32 of 0.1."""
+    labels = {name: feature for name, feature in features.items() if hasattr(feature, "int2str")}
+    short = [name for name, feature in features.items() if getattr(feature, "dtype", "") == "float32"]
+    for row in rows:
+        named = {name: labels[name].int2str(row[name]) for name in labels if row[name] not in (None, -1)}
+        exact = {name: float(str(np.float32(row[name]))) for name in short if row[name] is not None}
+        yield row | named | exact
 
 
 def read_file(path: str) -> Sequence:
     """Return the rows of a data file."""
     suffix = Path(path).suffix
-    if suffix == ".jsonl":
-        return read_json_lines(path)
+    read = {".jsonl": read_json_lines, ".json": read_json, ".csv": read_csv, ".parquet": read_parquet}
     try:
-        return {".json": read_json, ".csv": read_csv, ".parquet": read_parquet}[suffix](path)
+        return read[suffix](path)
     except Exception as error:
         raise ValueError(f"{path}: cannot be read as {suffix}: {first_line(error)}") from None
 
 
 def read_json(path: str) -> list:
     """Return the rows of a .json file: a list, or the list in {"prompts": [...]}."""
-    content = parse_json(Path(path).read_bytes())
+    content = json.loads(Path(path).read_bytes())
     rows = content.get("prompts") if isinstance(content, dict) else content
     if not isinstance(rows, list):
         raise ValueError('it must hold a list of examples, or {"prompts": [...]}')
@@ -82,7 +92,10 @@ def read_csv(path: str) -> list[dict]:
     """Return the rows of a .csv file. A cell is unchanged text, 007 and not 7, or None if it is empty."""
     csv.field_size_limit(2**31 - 1)                       # characters per cell, not 131072
     with open(path, encoding="utf-8-sig", newline="") as file:
-        rows = list(csv.DictReader(file, strict=True))
+        reader = csv.DictReader(file, strict=True)
+        rows, names = list(reader), reader.fieldnames or []
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"the header has two columns {twice[0]!r}; rename one of them")
     if any(None in row for row in rows):
         raise ValueError("a row has more cells than the header; put cells with a comma in quotes")
     return [{name: text or None for name, text in row.items()} for row in rows]
@@ -104,8 +117,11 @@ def read_hub(source: str, split: str) -> Sequence[dict]:
         raise ValueError(f"{source}: {kinds}; ids on the hub look like openai/gsm8k")
     import datasets  # slow to import
 
+    load = partial(datasets.load_dataset, name, configuration or None, split=split)
     try:
-        return datasets.load_dataset(name, configuration or None, split=split)
+        rows = load()
+        is_csv = getattr(rows, "builder_name", "") == "csv"
+        return load(keep_default_na=False) if is_csv else rows                   # NA is text
     except Exception as error:
         reason = f"and the hub answers: {first_line(error)}; {OTHER_SPLITS}"
         raise ValueError(f"{source}: {kinds}, {reason}") from None
@@ -126,6 +142,17 @@ def read_tfds(source: str, split: str) -> Iterable[dict]:
             f"tensorflow_datasets array_record importlib_resources; {OTHER_SPLITS}"
         ) from None
     return map(as_value, rows)
+
+
+def as_value(value):
+    """Return a value of TensorFlow Datasets as Python types: bytes as text, arrays as lists or numbers."""
+    if isinstance(value, bytes):
+        return value.decode(errors="replace")
+    if isinstance(value, dict):
+        return {name: as_value(entry) for name, entry in value.items()}
+    if isinstance(value, list):
+        return list(map(as_value, value))
+    return as_value(value.tolist()) if hasattr(value, "tolist") else value
 
 
 def download_from_kaggle(source: str) -> str:

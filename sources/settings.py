@@ -1,11 +1,11 @@
 """Read settings by name, from JSON files and from a run that is resumed."""
 
+import json
 import os
 from pathlib import Path
 from typing import Any
 
 from config import DEFAULTS, Config, profile_values
-from guards import parse_json
 from sources import GYM
 
 
@@ -16,8 +16,9 @@ def read_settings(path: Path, given: dict[str, Any] | None = None) -> dict[str, 
            too; otherwise resuming a run in a shared folder would run any file that config.json names.
     """
     try:
-        settings = parse_json(path.read_bytes())
-    except (OSError, ValueError) as error:
+        settings = json.loads(path.read_bytes())
+        json.dumps(settings, ensure_ascii=False).encode()            # raises ValueError for half of a pair
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not a readable JSON file of settings: {error}") from None
     if not isinstance(settings, dict):
         raise ValueError(f'{path}: must hold an object such as {{"use_grpo": true}}')

@@ -9,7 +9,7 @@ import pytest
 import train
 from config import PROFILES, Config, GRPOConfig, TrainingConfig
 from runs import phases
-from runs.command_line import parse_config
+from runs.command_line import parse_config, parse_infer
 from sources.settings import resumed
 
 
@@ -120,3 +120,12 @@ def test_with_vllm_tokens_are_weighted():
     for flags, cap in ({}, 0.0), ({"engine": "vllm"}, 2.0), ({"engine": "vllm", "importance_cap": 3.0}, 3.0), (
             {"engine": "vllm", "loss_type": "icepop"}, 0.0), ({"engine": "vllm", "loss_type": "dppo"}, 0.0):
         assert GRPOConfig(**flags).importance_weight_cap == cap
+
+
+def test_the_folder_of_the_user_is_that_in_paths(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = parse_config(["--use_grpo", "--output_dir=~/run", "--dataset=~/d.csv", "--reward_functions", "~/r.py:f", "--model_path=~/m", "--instruction=~ 5"])
+    assert [config.training.output_dir, config.data.dataset, config.model.model_path] == [f"{tmp_path}/{name}" for name in ("run", "d.csv", "m")]
+    assert config.grpo.reward_functions == [f"{tmp_path}/r.py:f"] and config.data.instruction == "~ 5"
+    args = parse_infer(["--evaluate=~/d.csv", "--json=~/out.json", "--model_path=~/m"], "")
+    assert (args.evaluate, str(args.json), args.model_path) == (f"{tmp_path}/d.csv", f"{tmp_path}/out.json", f"{tmp_path}/m")

@@ -320,7 +320,8 @@ def test_an_answer_form_that_no_completion_has_is_mentioned(folder, scripted, ca
     ("--evaluate {tmp}/bare.jsonl --json {tmp}/link.jsonl", "link.jsonl: is the file of the problems"),
     ("--evaluate {tmp}/bare.jsonl", "no example has an answer; name its column with --answer_column, choose --reward_functions that need none"),
     ("--evaluate {tmp}/bare.jsonl --reward_functions correctness countdown", "countdown: needs the column numbers"),
-    ("--evaluate {tmp}/object.jsonl", "the answers in .*object.jsonl are objects; name a field: --answer_column answer.truth"),
+    ("--evaluate {tmp}/object.jsonl", "object.jsonl: example 1: the answer must be .* not the dict {'truth': '1'}: .* --answer_column a.b"),
+    ("--evaluate {tmp}/bare.jsonl --split train", "--split=train: all rows of a file or list are used"),
     ("--evaluate {tmp}/bare.jsonl --environment {tmp}/mine.py:respond --max_turns 2 --json x", "mine.py:respond: needs the column level"),
     ("--evaluate arithmetic --reward_functions {tmp}/mine.py:f {tmp}/other.py:f", "two have the name"),
     ("--evaluate arithmetic --reward_functions countdown --reward_weights 1 2", "2 weights for 1 reward functions; give one for each"),
@@ -351,5 +352,5 @@ def test_flags_that_are_not_given_have_the_defaults_of_the_configuration():
            "generation_temperature": 1.0, "generation_top_p": 1.0, "generation_top_k": 0}
     assert (args["samples"], args["split"], args["limit"]) == (1, "test", 256)
     shared = args.keys() & DEFAULTS.keys()
-    assert len(shared) == 23 and {name: args[name] for name in shared} == {name: DEFAULTS[name] for name in shared} | own
+    assert len(shared) == 22 and {name: args[name] for name in shared} == {name: DEFAULTS[name] for name in shared} | own
     assert vars(parse_infer(["--question", "q", "--trust_remote_code"], ""))["trust_remote_code"] is True

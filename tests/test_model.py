@@ -174,6 +174,19 @@ def test_weights_of_a_tower_that_text_does_not_pass_may_be_missing(tmp_path, tok
         load_any_policy(ModelConfig(str(tmp_path)))
 
 
+@pytest.mark.parametrize("lora_rank", [0, 2])
+@pytest.mark.parametrize("umask,mode", [(0o022, 0o644), (0o077, 0o600)])
+def test_other_users_may_read_weights_if_they_may_read_other_files(tmp_path, lora_rank, umask, mode):
+    before = os.umask(umask)
+    try:
+        save_any_policy(*load_any_policy(ModelConfig()), tmp_path / "base")
+        save_any_policy(*load_any_policy(ModelConfig(str(tmp_path / "base"), lora_rank=lora_rank)), tmp_path / "model")
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "model").iterdir()}
+    assert set(modes.values()) == {mode} and any(name.endswith(".safetensors") for name in modes)
+
+
 @pytest.mark.slow
 def test_a_hub_id_is_loaded_from_the_cache_of_the_hub(tmp_path, tokenizer):
     """In a process of its own: where the cache is, is read when huggingface_hub is imported."""

@@ -155,7 +155,7 @@ def test_a_demonstration_with_several_turns_is_learned_where_the_assistant_speak
     examples = [{"prompt": "p", "completion": completion}, {"prompt": "q", "completion": "x"}]
     rollout = demonstrations_as_rollout(model, tokenizer, examples, encode=encode_turns)
     assert rollout.completion_mask.tolist() == [spoken, [True] * 2 + [False] * 6]
-    assert encode_turns(tokenizer, "p", "ab", [1])[0] == encode_completion(tokenizer, "ab", [1])
+    assert encode_turns(tokenizer, "p", "ab", [1])[0] == encode_completion(tokenizer, "p", "ab", [1])
     with pytest.raises(ValueError, match=r"is not text: pass encode_turns of environments.messages$"):
         demonstrations_as_rollout(model, tokenizer, examples)
 

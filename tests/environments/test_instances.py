@@ -1,5 +1,6 @@
 """Environments with a state: TRL's contract, threads, time limits, and what bad ones cost."""
 
+import copy
 import itertools
 import json
 import math
@@ -288,3 +289,22 @@ def test_what_reset_returns_has_a_place_in_every_form_of_prompt(tokenizer, setti
         prompt_ids = encode_prompt(tokenizer, start(tokenizer, settings, cls, {"prompt": prompt}).prompt)
         assert tokenizer.decode(prompt_ids).rstrip().removesuffix("assistant:").endswith("Go. It is dark." + "\n" * (prompt is chat))
     assert chat[-1]["content"] == "Go."
+
+
+def test_the_text_of_reset_counts_as_a_part_of_the_prompt(model, tokenizer, settings):
+    class Wordy:
+        def reset(self, **columns):
+            return "x" * 20
+
+        def look(self) -> str:
+            """Look around."""
+            return "nothing"
+
+    def sample(limit):
+        limited = copy.deepcopy(tokenizer)
+        limited.max_prompt_length = limit
+        return sample_with_environment(make_engine("plain", model, limited), Wordy, [{"prompt": "abc"}], settings, [(0, 0)])
+
+    assert sample(24).prompt_ids.shape[1] == 24           # with BOS
+    with pytest.raises(RunError, match="with the text of reset a prompt has 24 tokens, more than --max_prompt_length=23; raise it"):
+        sample(23)

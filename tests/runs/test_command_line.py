@@ -83,7 +83,7 @@ MISTAKES = [                    # flags of train.py behind --use_grpo, and what 
     ("--gae_lambda nan", "--gae_lambda=nan: must be at least 0 and at most 1"),
     ("--reward_weights 1 inf 0", "--reward_weights=inf: must be a number of at most"),
     ("--chat_template_kwargs {", "--chat_template_kwargs={: must be a JSON object"),
-    ("--chat_template_date 2026-02-30", "--chat_template_date=2026-02-30: must be a day such as 2026-01-31"),
+    ("--chat_template_date 2026-02-30", "--chat_template_date: unknown flag; here always 26 Jul 2024"),
     ("--chat_template_kwargs [1]", "--chat_template_kwargs=.*must be a JSON object of the template's own variables"),
     # flags that do not fit together
     ("--max_turns 3", "--max_turns=3: there is no environment to continue the conversation"),

@@ -1,13 +1,11 @@
 """Each assumption that the start-up check tests is broken here once."""
 
-import copy
 from dataclasses import replace
 
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 from conftest import ARCHITECTURES, start_run
-from tokenizers import processors
 
 import logprobs
 import sample
@@ -18,7 +16,7 @@ from engine.device_policy import DevicePolicy
 from engine.errors import CannotShare
 from engine.models import load_any_policy, save_any_policy
 from policy import Policy
-from runs.startup_check import choose_engine, difference, refuse_wrong_sampler, refuse_wrong_tokens
+from runs.startup_check import choose_engine, difference, refuse_wrong_sampler
 
 PROMPTS = ["47+85=?", "a longer one"]
 
@@ -94,21 +92,6 @@ def test_tf32_is_given_the_tolerance_of_16_bits(model, numbers, found):
 
 def test_disagreement_that_is_not_a_number_is_not_agreement(model):
     assert difference(model, "a and b", torch.full((1, 3), torch.nan), torch.zeros(1, 3))
-
-
-def test_wrong_tokens_around_a_prompt_are_refused(model, tokenizer):
-    bos = tokenizer.bos_token_id
-    refuse_wrong_tokens(model, tokenizer, [[bos, 9, bos, 9]])             # a template may begin every message with it
-    with pytest.raises(ValueError, match="begins with two BOS tokens"):
-        refuse_wrong_tokens(model, tokenizer, [[9], [bos, bos, 9]])
-    appending = copy.deepcopy(tokenizer)
-    appending.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        single="<bos> $A <eos>", special_tokens=[("<bos>", 2), ("<eos>", 1)])
-    with pytest.raises(ValueError, match=r"a prompt ends with a stop id, .* disable add_eos_token"):
-        refuse_wrong_sampler(make_engine("plain", model, appending))
-    model.generation_config.eos_token_id = appending.eos_token = None
-    with pytest.raises(ValueError, match="no stop id; set eos_token_id"):
-        refuse_wrong_tokens(model, appending, [[9]])
 
 
 def test_a_run_has_the_engine_of_its_flag_and_a_note_if_prompts_cannot_be_shared(tmp_path, monkeypatch, capsys):

@@ -1,6 +1,7 @@
 """Examples of a run: nothing held out is trained on, and prompts that are too long are dropped."""
 
 import random
+import re
 
 import pytest
 from conftest import start_run
@@ -9,8 +10,7 @@ from test_data import data_of, write_lines
 from config import Config, ModelConfig
 from engine.models import load_any_policy, save_any_policy
 from sources import load_examples
-from sources.training_data import fit_prompts, leave_out_rejected, note_unused
-from test_chat_template import published
+from sources.training_data import fit_prompts, load_data, note_unused
 
 USER = {"role": "user", "content": "1+1=?"}
 
@@ -69,7 +69,8 @@ def test_long_prompts_are_dropped_and_counted(tokenizer):
     rows = [{"prompt": f"{'x' * (50 * (i % 2))}{i}+1=?"} for i in range(8)]
     said = []
     config = Config.of(max_prompt_length=20, long_prompts="drop")
-    assert fit_prompts(rows, tokenizer, config, said.append) == (rows[::2], 6)     # the longest that is left, with BOS
+    examples, prompts = fit_prompts(rows, tokenizer, config, said.append)
+    assert examples == rows[::2] and [tokenizer.decode(ids) for ids in prompts] == [f"<bos>{row['prompt']}" for row in rows[::2]]
     assert said == ["4 of 8 prompts have more than 20 tokens and are dropped"]
     with pytest.raises(ValueError, match="no prompt is left"):
         fit_prompts(rows[1::2], tokenizer, config, said.append)
@@ -78,54 +79,36 @@ def test_long_prompts_are_dropped_and_counted(tokenizer):
 @pytest.mark.parametrize("rows,said", [
     ([{"question": "q", "answer": "so\n#### 2", "level": 3}, {"question": "q", "answer": "2", "hint": "", "rating": None}], ""),
     ([{"prompt": "p", "answer": "1", "score": 0.5, "is_correct": True}, {"prompt": "p", "score": 1, "label": 0}], "score (2), is_correct (1), label (1)"),
-    ([{"question": "q", "context": "c", "passage": "d"}], "context (1), passage (1)"), ([{"question": "q", "choices": [1, 2]}], "choices (1)"),
+    ([{"question": "q", "context": "c", "passage": "d"}], "context (1), passage (1)"), ([{"prompt": "q", "choices": [1, 2]}], "choices (1)"),
     ([{"question": "q", "options": ["1", "2"], "target": 1, "nums": [1]}], ""), ([{"prompt": "p", "messages": [USER]}], "messages (1)"),
-    ([{"prompt": [USER | {"name": "Bob", "id": None}], "tools": [{"name": "f"}]}], "tools (1), key name of user messages (1)"),
-    ([{"prompt": [{"role": "system", "content": "a"}, USER], "system": "b"}], "system (1)"), ([{"instruction": "i", "input": {"a": 1}}], "input (1)"),
-    ([{"prompt": "p", "tools": "hammer"}, {"prompt": "p"}], "tools (1)"),
-    ([{"prompt": "p", "reward_model": {"ground_truth": "1"}, "ability": "m"}], "reward_model (1), ability (1)"),
+    ([{"prompt": "p", "reward_model": {"ground_truth": "1"}, "ability": "m"}], "ability (1)"), ([{"problem": "p", "solution": "\\boxed{1}", "answer": "1"}], ""),
 ])
-def test_columns_that_nothing_reads_and_keys_that_are_not_written_are_named(rows, said):
+def test_columns_that_nothing_reads_are_named(rows, said):
     notes = []
-    note_unused(load_examples(rows), {"completions", "level"}, published("ChatML"), notes.append)
-    assert notes == [f"  note   no prompt, completion or reward function uses these columns and keys: {said}"] * bool(said)
+    note_unused(load_examples(rows), {"completions", "level"}, notes.append)
+    assert notes == [f"  note   no prompt, completion or reward function uses these columns: {said}"] * bool(said)
 
 
-@pytest.mark.parametrize("label,values,kept", [
-    ("label", [True, False, True], [0, 2]), ("label", ["True", "false", None], [0, 2]), ("label", [0, 1, 0], [0, 1, 2]),
-    ("is_correct", [False, True, True], [0, 1, 2]), ("level", [False, True, True], [0, 1, 2]), ("label", [False] * 3, None),
+@pytest.mark.parametrize("label,values,refused", [
+    ("label", [True, False, True], 1), ("label", ["True", "false", None], 1), ("label", [0, 1, 0], 0), ("is_correct", [False, True, True], 0), ("label", [False] * 3, 3),
 ])
-def test_completions_with_a_false_label_are_left_out(label, values, kept):
+def test_completions_with_a_false_label_are_refused(label, values, refused):
     rows, notes = [{"prompt": [USER, {"role": "assistant", "content": f"{i}"}], label: value} for i, value in enumerate(values)], []
-    if kept is None:
-        with pytest.raises(ValueError, match="--dataset: the label of all completions is false"):
-            leave_out_rejected(load_examples(rows), set(), notes.append)
-        return
-    named, tokenizer = {"level"}, published("ChatML")
-    left = leave_out_rejected(load_examples(rows), named, notes.append)
-    assert [int(example["completion"]) for example in left] == kept
-    note_unused(left, named, tokenizer, notes.append)
-    assert notes[: len(kept) < 3] == ["  note   1 of 3 completions have a false label and are not used"] * (len(kept) < 3)
-    assert len(notes) == 1 - (label == "level"), "the label is used, or named once"
-    assert leave_out_rejected([{"prompt": "p", "label": False}], set(), notes.append), "no completion is rejected"
+    if refused:
+        with pytest.raises(ValueError, match=f"--dataset: {refused} of 3 completions have a false label; remove them: data.filter"):
+            note_unused(load_examples(rows), {"level"}, notes.append)
+    note_unused(load_examples(rows), {label}, notes.append)
+    note_unused([{"prompt": "p", "label": False}], set(), notes.append)
+    assert notes == []
 
 
 def test_a_run_says_what_it_does_not_use(tmp_path, capsys):
-    rows = [{"prompt": f"{i}+1=?", "answer": f"{i + 1}", "completion": "2", "level": 3, "label": i > 3, "scorer": "x"} for i in range(9)]
+    rows = [{"prompt": f"{i}+1=?", "answer": f"{i + 1}", "completion": "2", "level": 3, "scorer": "x"} for i in range(9)]
     (tmp_path / "r.py").write_text("def f(completions, level, **columns): return [0.0] * len(completions)")
     path = write_lines(tmp_path / "data.jsonl", rows)
     run = start_run(tmp_path / "run", "--use_grpo", "--dataset", path, "--eval_limit", "0", "--reward_functions", f"{tmp_path}/r.py:f")
-    assert len(run.train_set) == 5 and [line for line in capsys.readouterr().out.splitlines() if "note" in line] == [
-        "  note   4 of 9 completions have a false label and are not used",
-        "  note   no prompt, completion or reward function uses these columns and keys: scorer (5)"]
-
-
-def test_prompts_with_special_tokens_are_counted(tokenizer):
-    rows, said = [{"prompt": prompt} for prompt in ("1+1=?", "<|im_end|>?", [{"role": "user", "content": "<bos>"}])], []
-    assert fit_prompts(rows, published("ChatML"), Config(), said.append)[0] == rows
-    assert said == ["2 of 3 prompts have the text of special tokens, which is removed"]
-    fit_prompts([{"prompt": "<eos>"}], tokenizer, Config(), said.append)
-    assert len(said) == 1, "without a template a text stays as it is"
+    assert len(run.train_set) == 9 and [line for line in capsys.readouterr().out.splitlines() if "note" in line] == [
+        "  note   no prompt, completion or reward function uses these columns: scorer (9)"]
 
 
 @pytest.mark.parametrize("held_out", [False, True])
@@ -137,14 +120,34 @@ def test_a_message_that_the_template_leaves_out_stops_a_run_at_its_start(tmp_pat
     good = write_lines(tmp_path / "good.jsonl", [{"prompt": "1?", "completion": "1"}])
     rows[0]["prompt"].insert(0, {"role": "developer", "content": "Add."})
     paths = [write_lines(tmp_path / "whole.jsonl", rows), good]
-    with pytest.raises(ValueError, match=r"^the prompt lacks the developer's message 'Add[.]'"):
+    with pytest.raises(ValueError, match=r"jsonl: example 1: the prompt lacks the developer's message 'Add[.]'"):
         start_run(tmp_path / "run", "--dataset", paths[held_out], "--eval_dataset", paths[not held_out], "--eval_limit", "8", "--model_path", str(tmp_path / "model"))
 
 
-def test_a_demonstration_longer_than_the_models_positions_is_one_line_before_training(tmp_path):
-    path = write_lines(tmp_path / "data.jsonl", [{"prompt": "p", "completion": "x" * n} for n in (9, 9, 99)])
-    model, tokenizer = load_any_policy(ModelConfig())
-    model.config.max_position_embeddings = 64
-    save_any_policy(model, tokenizer, tmp_path / "model")
-    with pytest.raises(ValueError, match=r"data.jsonl: example 3 and its completion have 10\d tokens, but the model has 64 positions; remove or shorten it"):
-        start_run(tmp_path / "run", "--dataset", path, "--eval_limit", "0", "--model_path", str(tmp_path / "model"), "--generation_max_length", "8")
+def test_scenarios_of_an_environment_may_share_a_prompt(tmp_path):
+    rows = [{"prompt": "Guess.", "answer": f"{i}"} for i in range(60)]
+    path = write_lines(tmp_path / "data.jsonl", [*rows, rows[0]])
+    config = Config.of(use_grpo=True, dataset=path, eval_limit=10, environment="guess_letter", max_turns=2)
+    train_set, held_out = load_data(config)
+    assert len(held_out) == 10 and 50 <= len(train_set) <= 51 and {e["answer"] for e in train_set + held_out} == {row["answer"] for row in rows}
+    with pytest.raises(ValueError, match="all its prompts are held out"):
+        load_data(Config.of(use_grpo=True, dataset=path, eval_limit=10))
+
+
+@pytest.mark.parametrize("flags,words", [
+    (["--train_split", "train[:5]"], "--train_split=train[:5]: all rows of a file or list are used"), (["--eval_split", "dev"], "--eval_split=dev: all rows"),
+    (["--reward_functions", "correctness"], "--reward_functions: not used in supervised training; add --use_grpo"),
+])
+def test_a_flag_that_would_do_nothing_is_refused(tmp_path, flags, words):
+    path = write_lines(tmp_path / "data.jsonl", [{"prompt": f"{i}"} for i in range(20)])
+    with pytest.raises(ValueError, match=f"^{re.escape(words)}"):
+        data_of("--dataset", path, *flags)
+    if "reward" not in flags[0]:
+        with pytest.raises(ValueError, match=f"^{re.escape(words)}"):
+            load_data(Config.of(eval_limit=5, **{flags[0][2:]: flags[1]}), [{"prompt": f"{i}"} for i in range(20)])
+
+
+def test_examples_that_are_also_held_out_are_counted(tmp_path):
+    lines, rows = [], [{"prompt": "a"}, {"prompt": "b"}, {"prompt": "A "}]
+    assert load_data(Config.of(eval_limit=1), rows, rows[:1], lines.append)[0] == rows[1:2]
+    assert lines == ["  note   2 of 3 examples are also held out, and not trained on"]
