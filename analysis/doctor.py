@@ -47,6 +47,7 @@ def find_problems(tenths: list[dict], right: str, flags: dict) -> list[str]:
     fewer_right = max(0.02, 0.2 * start[right])           # fall of the share in reward hacking
     longer = end["completion_tokens"] > 1.5 * start["completion_tokens"] and not improves
     mostly_right = math.nan if right else float(reward > (lowest + highest) / 2)
+    is_cut = end["truncated"] > 0.3
     no_signal = cause_of_no_signal(end | {"mostly_right": mostly_right}, flags)
     higher_kl = f"a higher --kl_penalty_coef (now {flags['kl_penalty_coef']})"
     smaller_updates = (
@@ -71,7 +72,7 @@ def find_problems(tenths: list[dict], right: str, flags: dict) -> list[str]:
         ("entropy", end["entropy"] < 0.5 * start["entropy"] and not improves,
          f"entropy fell {course('entropy')} nat/token, but no more completions are right: "
          f"{smaller_updates} or --entropy_coef 0.01"),
-        ("no_signal", no_signal and not (longer and end["truncated"] > 0.3), no_signal),
+        ("truncation" if is_cut else "no_signal", no_signal and not (longer and is_cut), no_signal),
     ]
     return [f"{name}: {advice}" for name, holds, advice in rules if holds]
 

@@ -41,10 +41,10 @@ def check(run) -> None:
         counts = counts_of_right(groups, run.config)
         of = f"right, of {len(groups.rollout.completions)}: "
         run.console.print(of + (", ".join(f"{name} {n}" for name, n in counts.items()) or "not known"))
-        run.console.print(conclusion(run, groups, limit))
+        run.console.print(conclusion(run, groups, limit, counts))
 
 
-def conclusion(run, groups: Groups, limit: int) -> str:
+def conclusion(run, groups: Groups, limit: int, counts: dict[str, int]) -> str:
     """Return the last sentence of --check. limit: where its completions were cut, in tokens"""
     metrics = summarize_sampling(groups)
     if run.phases[0].name != "grpo":
@@ -52,7 +52,7 @@ def conclusion(run, groups: Groups, limit: int) -> str:
     if limit < run.config.grpo.generation_max_length and metrics["truncated"] > 0.3:
         return f"{metrics['truncated']:.0%} had not ended after {limit} tokens: too slow here to judge them"
     learns = "rewards differ within groups: there is something to learn"
-    return cause_of(metrics, run.config, groups) or learns
+    return cause_of(metrics, run.config, groups, counts) or learns
 
 
 def sample_and_describe(run) -> tuple[Groups, int]:
@@ -70,10 +70,13 @@ def sample_and_describe(run) -> tuple[Groups, int]:
         groups = sample_and_score(policy, examples, grpo_config, run.scoring, num_completions)
         return groups, time.perf_counter() - started
 
-    notify("sampling, at most two minutes on a CPU")
-    short = min(limit, CALIBRATION)
-    of_token = sample(config.training.batch_size, config.grpo.num_completions_per_prompt, short)[1] / short
-    shorter = min(limit, max(short, int(SECONDS / of_token))) if device.type == "cpu" else limit
+    notify("sampling, about two minutes at most on a CPU")
+    size = config.training.batch_size, config.grpo.num_completions_per_prompt
+    of_prompts, of_some = (sample(*size, length)[1] for length in (1, CALIBRATION))      # seconds
+    of_token = max(1e-9, (of_some - of_prompts) / (CALIBRATION - 1))
+    shorter = limit
+    if device.type == "cpu":
+        shorter = min(limit, max(CALIBRATION, int((SECONDS - of_prompts) / of_token)))
     groups, _ = sample(PROMPTS, COMPLETIONS, shorter)
     rollout, mask = groups.rollout, groups.rollout.completion_mask
     prompt = policy.tokenizer.decode(rollout.prompt_ids[0][rollout.prompt_mask[0]])
@@ -84,7 +87,7 @@ def sample_and_describe(run) -> tuple[Groups, int]:
     started = time.perf_counter()
     policy.log_probs(rollout)
     of_row = 3 * (time.perf_counter() - started) / len(mask)         # backward takes two forward passes
-    of_sampling = of_token * mask.shape[1] * (limit / shorter)       # up to the longest completion
+    of_sampling = of_prompts + of_token * mask.shape[1] * (limit / shorter)      # up to the longest completion
     notify(time_of_run(run, of_sampling, of_row))
     notify(f"peak memory so far {peak_memory_gb(device):.1f} GB")
     return groups, shorter
@@ -116,24 +119,26 @@ def counts_of_right(groups: Groups, config: Config) -> dict[str, int]:
         elif missing_columns(function := load_reward_function(name), columns):
             continue
         else:
-            alone = Scoring([function], [1.0])
-            rewards = score(groups.rollout, groups.examples, alone, config.grpo).per_function[name]
+            alone, lenient = Scoring([function], [1.0]), replace(config.grpo, reward_errors="none")
+            rewards = score(groups.rollout, groups.examples, alone, lenient).per_function[name]
         if not rewards.isnan().all():
             counts[name] = int((rewards >= 1).sum())
     return counts
 
 
-def cause_of(metrics: dict, config: Config, groups: Groups | None = None) -> str:
-    """Return why groups with these metrics teach nothing, with the flag to change; "" if they do teach.
+def cause_of(
+    metrics: dict, config: Config, groups: Groups | None = None, counts: dict[str, int] | None = None
+) -> str:
+    """Return why there is no learning signal in groups with these metrics, and the flag to change; or "".
 
-    groups  to look at their completions too
+    groups  to look at their completions too;  counts  their counts_of_right, if they are known
     """
     if groups is None:
         return cause_of_no_signal(metrics, config.flags)
     texts = [text_of(completion) for completion in groups.rollout.completions]
-    counts = [f"{sum(bool(form.search(text)) for text in texts)} have {name}" for name, form in FORMS.items()]
-    seen = f"of {len(texts)}, {', '.join(counts)}"
-    return cause_of_no_signal(metrics, config.flags, counts_of_right(groups, config), seen)
+    found = [f"{sum(bool(form.search(text)) for text in texts)} have {name}" for name, form in FORMS.items()]
+    seen = f"of {len(texts)}, {', '.join(found)}"
+    return cause_of_no_signal(metrics, config.flags, counts or counts_of_right(groups, config), seen)
 
 
 def time_of_run(run, of_sampling: float, of_row: float) -> str:

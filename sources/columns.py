@@ -40,10 +40,11 @@ def as_published(given, number: int, columns: dict[str, str], counts: Counter) -
             if names:
                 row[name] = given[names[0]]
         read |= {name, *names}
+    chosen_by_flag = {name for name, usual in COLUMNS.items() if columns.get(name, usual[0]) not in usual}
     solution = f"{row.get('solution')} {row.get('answer')}"
     for name, (needed, sign, convert) in FORMS.items():
         if needed <= row.keys() and sign in solution and (changed := convert(row)):
-            row |= changed
+            row |= {key: value for key, value in changed.items() if key not in chosen_by_flag}
             read |= needed | {*changed} | ({"solution"} if sign else set())
             counts[name] += 1
     if isinstance(row.get("answer"), str) and STATED.search(row["answer"]):

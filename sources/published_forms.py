@@ -49,7 +49,8 @@ def from_choices(row: dict) -> dict:
     labels, texts = [*by_label.get("label", by_label)], by_label.get("text", [*by_label.values()])
     place = labels.index(str(answer)) if str(answer) in labels else answer
     lines = [f"{letter}. {text}" for letter, text in zip(LETTERS, checked(texts), strict=False)]
-    answer = dict(enumerate(LETTERS[: len(texts)])).get(place, answer)
+    if isinstance(place, int):
+        answer = dict(enumerate(LETTERS[: len(texts)])).get(place, answer)
     if answer not in [None, *LETTERS[: len(texts)], *texts]:
         raise ValueError(f"the answer {answer!r:.40} is no index, label or text of its {len(texts)} choices")
     prompt = "\n".join([row["question"], *lines])
@@ -95,7 +96,7 @@ def from_mbpp(row: dict) -> dict:
 def from_verl(row: dict) -> dict:
     """Take the answer, or the columns of a task, from {"reward_model": {"ground_truth": ...}}."""
     truth = row["reward_model"]["ground_truth"]
-    texts = json.loads(truth) if str(truth).startswith('["') else truth
+    texts = json.loads(truth) if isinstance(truth, str) and truth.startswith('["') else truth
     return truth if isinstance(truth, dict) else {"answer": texts}
 
 

@@ -66,7 +66,7 @@ def refuse_lost_characters(tokenizer, name: str, text: str, ids: list[int]) -> N
 
 
 def refuse_wrong_ids(model, tokenizer, prompts: Sequence[list[int]]) -> None:
-    """Raise ValueError if a stop or pad token is ordinary text, or a prompt ends with one or does not fit."""
+    """Raise ValueError if a stop or pad token is ordinary text, or if a prompt ends with a stop token."""
     stops, rows = stop_token_ids(model, tokenizer), model.get_input_embeddings().weight.shape[0]
     if not stops:
         raise ValueError("--model_path: there is no stop id; set eos_token_id in its generation_config.json")

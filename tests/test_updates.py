@@ -180,8 +180,8 @@ def test_a_new_term_of_the_loss_and_a_new_metric_need_no_edit_but_of_the_loss(ba
 
 
 @pytest.mark.parametrize("flags,message", [
-    (dict(use_kl_penalty=True), "kl_term is .* over all rows, .* with those whose advantages are 0"),
-    (dict(entropy_coef=0.1), "entropy_term is .* over all rows, .* with those whose advantages are 0"),
+    (dict(use_kl_penalty=True), "kl_term is .* in a pass, .* with the rows that GRPOConfig.policy_loss_alone leaves out"),
+    (dict(entropy_coef=0.1), "entropy_term is .* in a pass, .* with the rows that GRPOConfig.policy_loss_alone leaves out"),
 ])
 def test_a_term_of_rows_that_are_left_out_is_an_error(base, monkeypatch, flags, message):
     run = with_settings(base, **flags)
@@ -207,7 +207,7 @@ def test_a_term_or_a_metric_that_does_not_add_up_over_micro_batches_is_an_error(
 
         run = with_settings(base)
         run.variant, run.progress.phase_step = Variant(loss=loss), 0
-        with pytest.raises(ValueError, match=r"own is .* as the sum over two halves") if wrong else nullcontext():
+        with pytest.raises(ValueError, match=r"own is .* as the sum over two micro-batches") if wrong else nullcontext():
             train.grpo_training_step(run, next(run.batches))
         run.progress.phase_step = 1
         train.grpo_training_step(run, next(run.batches))

@@ -5,7 +5,7 @@ Make right completions more likely, also in groups without a learning signal: VA
 
     python examples/ideas/nll_of_right.py --max_steps 2
 
-Without the term, a group whose completions are all right has no gradient.
+Without the term, a group of right completions with equal rewards has no gradient.
 
 Source: arXiv:2504.05118 sec. 4.3 (positive-example LM loss, 0.1). NeMo-RL's option
 positive_example_nll_weight divides by the number of right tokens of a micro-batch, so its loss

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from runs.command_line import parse_config  # before torch
 
-from data import as_messages, encode_prompt
+from data import encode_prompt
 from grpo import kl_penalty, weighted_loss
 from sample import left_pad
 from train import grpo_loss, train
@@ -31,10 +31,12 @@ COEF = 0.1
 
 
 def with_solution(example: dict) -> dict:
-    """Return an example whose prompt is messages, the last of which ends with a solution."""
-    *earlier, last = as_messages(example["prompt"])
-    text = f"{last['content']}\nA solution: {example.get('completion') or example['answer']}"
-    return example | {"prompt": [*earlier, last | {"content": text}]}
+    """Return an example whose prompt, or the last message in it, begins with a solution."""
+    prompt, solution = example["prompt"], f"{example.get('completion') or example['answer']}\n"
+    if isinstance(prompt, str):
+        return example | {"prompt": solution + prompt}
+    *earlier, last = prompt
+    return example | {"prompt": [*earlier, last | {"content": solution + last["content"]}]}
 
 
 def columns(run, experience, batch) -> dict:

@@ -63,11 +63,11 @@ GENERATED = {                   # lines, the findings, words in the first one
     "NaN from the start": ([{"skipped": 1, "mean_reward": 0.5}] * 12, ["not_finite"], "--learning_rate (now the default)"),
     "a reward that scores nothing": ([{"unscored": 1.0, "mean_reward": None}] * 20, ["unscored"], "reward_errors.jsonl"),
     "a short limit": (
-        [line | {"truncated": 0.6, "completion_tokens": 200.0} for line in healthy(3, start=0.5, end=0.5)], ["no_signal"],
+        [line | {"truncated": 0.6, "completion_tokens": 200.0} for line in healthy(3, start=0.5, end=0.5)], ["truncation"],
         "60% of the completions were cut at 256 tokens: --generation_max_length 512"),
     "a short limit, so that no answer is right": (
         [line | {"truncated": 0.9, "zero_variance_groups": 1.0, "zero_variance_right_groups": 0.0, "reward/correctness": 0.0,
-                 "mean_reward": 0.0, "completion_tokens": 250.0, "entropy": 1.0} for line in healthy(3)], ["no_signal"], "90% of the completions were cut"),
+                 "mean_reward": 0.0, "completion_tokens": 250.0, "entropy": 1.0} for line in healthy(3)], ["truncation"], "90% of the completions were cut"),
 }
 
 

@@ -137,7 +137,7 @@ def test_check_scores_as_many_examples_as_it_says_and_none_of_conversations(caps
         "def count(completions, **columns):\n    print('called with', len(completions))\n    return [0.0] * len(completions)\n"
         "def fussy(completions, **columns):\n    raise KeyError('level')\n")
     printed = check(capsys, tmp_path, "--reward_functions", f"{tmp_path}/own.py:count")
-    assert printed.count("called with") == 3 and f"called with {6 * EXAMPLES}\n" in printed and "the start-up check has passed\n" in printed
+    assert printed.count("called with") == 4 and f"called with {6 * EXAMPLES}\n" in printed and "the start-up check has passed\n" in printed
     (tmp_path / "data.jsonl").write_text('{"prompt": "2*2?\\nA. 3\\nB. 4", "answer": "4"}\n' * 20)
     assert "- 20 of 20 answers are numbers while" in check(capsys, tmp_path, "--dataset", f"{tmp_path}/data.jsonl", "--eval_limit", "0", "--cold_start_steps", "0")
     assert "| reward |" not in check(capsys, tmp_path, *"--environment calculator --max_turns 2 --reward_functions environment".split())
