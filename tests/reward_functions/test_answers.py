@@ -31,18 +31,24 @@ def test_correctness_accepts_no_spelling_of_another_answer():
 
 
 @pytest.mark.parametrize("text,answer", [
-    ("<answer>72</answer>", "72"), ("\\boxed{1} \\boxed{72}", "72"), ("<answer>so \\boxed{72}</answer>", "72"), ("72", None), ("", None),
-    ("<answer>71</answer><answer>72</answer>", None), ("<answer>72", None), ("<answer></answer> \\boxed{72}", None), ("\\boxed{72} <answer>", None),
-    ("<think><answer></answer> \\boxed{71}</think><answer>72</answer>", "72"), ("<answer>71</answer></think><answer>72</answer>", "72"),
-    ("<think>\\boxed{72}", None), ("<think><answer>72</answer>", None), ("<think>a</think>\\boxed{72}<think>", None), ("a</think>b</think>\\boxed{72}", "72"),
+    ("<answer>72</answer>", "72"), ("\\boxed{1} \\boxed{72}", "72"), ("<answer>so \\boxed{72}</answer>", "72"), ("72", None),
+    ("", None),
+    ("<answer>71</answer><answer>72</answer>", None), ("<answer>72", None), ("<answer></answer> \\boxed{72}", None),
+    ("\\boxed{72} <answer>", None),
+    ("<think><answer></answer> \\boxed{71}</think><answer>72</answer>", "72"),
+    ("<answer>71</answer></think><answer>72</answer>", "72"),
+    ("<think>\\boxed{72}", None), ("<think><answer>72</answer>", None), ("<think>a</think>\\boxed{72}<think>", None),
+    ("a</think>b</think>\\boxed{72}", "72"),
 ])
 def test_the_answer_comes_after_the_thoughts_in_tags_or_in_the_last_box(text, answer):
     assert rewards.extract_answer(text) == answer
 
 
 @pytest.mark.parametrize("one,other", [
-    ("caf\u00e9", "cafe\u0301"), ("42\u200b", "42"), ("\ufeff42", "42"), ("\uff14\uff12", "42"), ("\u0664\u0662", "42"), ("\u096a\u0968", "42"), ("New\u00a0York", "New York"),
-    ("\u22125", "-5"), ("\uff04\uff15\uff10", "$50"), ("\uff08B\uff09", "(B)"), ("\u7b54\u6848\uff1aB", "\u7b54\u6848:B"), ("10\u00b2", "10\u00b2"), ("PARIS", "paris"),
+    ("caf\u00e9", "cafe\u0301"), ("42\u200b", "42"), ("\ufeff42", "42"), ("\uff14\uff12", "42"), ("\u0664\u0662", "42"),
+    ("\u096a\u0968", "42"), ("New\u00a0York", "New York"),
+    ("\u22125", "-5"), ("\uff04\uff15\uff10", "$50"), ("\uff08B\uff09", "(B)"), ("\u7b54\u6848\uff1aB", "\u7b54\u6848:B"),
+    ("10\u00b2", "10\u00b2"), ("PARIS", "paris"),
 ])
 def test_text_is_compared_as_it_is_seen(one, other):
     assert rewards.same_answer(one, other) and rewards.same_answer(other, one)
@@ -72,9 +78,12 @@ def test_the_content_of_a_box(text, content):
 
 
 @pytest.mark.parametrize("text,blocks", [
-    ("x = 1", []), ("a ```python\nx = 1\n``` b ```py\nx = 2\n``` c", ["x = 1\n", "x = 2\n"]), ("```\n4\n```\n```python\nx = 1\n```\n```text\n5\n```", ["x = 1\n"]),
-    ("```java\nint x;\n```", []), ("```\nx = 1\n```\n```bash\nls\n```", ["x = 1\n"]), ("~~~python\nx = 1\n~~~", ["x = 1\n"]), ("````python\n```\n````", ["```\n"]),
-    ("```python3 title=x.py\r\nx = 1\n```", ["x = 1\n"]), ("```Python\nx = 1", ["x = 1"]), ("```pycon\n>>> 1\n```", []), ("- so:\n  ```python\n  x = 1\n  y = 2\n  ```", ["x = 1\ny = 2\n"]),
+    ("x = 1", []), ("a ```python\nx = 1\n``` b ```py\nx = 2\n``` c", ["x = 1\n", "x = 2\n"]),
+    ("```\n4\n```\n```python\nx = 1\n```\n```text\n5\n```", ["x = 1\n"]),
+    ("```java\nint x;\n```", []), ("```\nx = 1\n```\n```bash\nls\n```", ["x = 1\n"]), ("~~~python\nx = 1\n~~~", ["x = 1\n"]),
+    ("````python\n```\n````", ["```\n"]),
+    ("```python3 title=x.py\r\nx = 1\n```", ["x = 1\n"]), ("```Python\nx = 1", ["x = 1"]), ("```pycon\n>>> 1\n```", []),
+    ("- so:\n  ```python\n  x = 1\n  y = 2\n  ```", ["x = 1\ny = 2\n"]),
     ("```python\nx = 1\n```<answer>```python\nx = 2\n```</answer>", ["x = 2\n"]), ("```python\nx = 1\n```</think>", []),
 ])
 def test_the_blocks_of_a_language_in_an_answer(text, blocks):

@@ -10,7 +10,7 @@ from functools import partial
 import httpx2
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForSequenceClassification
+from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
 
 from engine.devices import best_device
 from model import byte_tokenizer
@@ -55,6 +55,7 @@ def test_padding_is_that_of_the_tokenizer_whatever_the_models_settings_say(rewar
     texts = ["a", "a somewhat longer completion", ""]
     expected = classifier("liked", reward_model, batch_size=1)(texts, prompts=["p"] * 3)
     path = save(tmp_path, num_labels=1, pad_token_id=7)
+    AutoTokenizer.from_pretrained(path, padding_side="right").save_pretrained(path)
     assert classifier("liked", path, batch_size=3)(texts, prompts=["p"] * 3) == pytest.approx(expected, abs=1e-5)
 
 

@@ -83,9 +83,12 @@ def test_the_number_that_a_completion_ends_with():
 
 
 @pytest.mark.parametrize("text,points", [
-    ("<answer>(B)</answer>", 1), ("\\boxed{B}", 1), ("The best option is $\\boxed{\\text{B}}$.", 1), ("<answer>B. Bern</answer>", 1), ("<answer>Bern</answer>", 1),
-    ("<answer>\uff08B\uff09</answer>", 1), ("<answer>答案\uff1aB</answer>", 1), ("\\boxed{选项B}", 1), ("<think>A? B?</think>\\boxed{B}", 1),
-    ("<think>\\boxed{B}", 0), ("<answer>A or B</answer>", 0), ("\\boxed{A}", 0), ("\\boxed{A}, \\boxed{B}, \\boxed{C}", 0), ("The answer is B.", 0),      # neither tags nor a box
+    ("<answer>(B)</answer>", 1), ("\\boxed{B}", 1), ("The best option is $\\boxed{\\text{B}}$.", 1),
+    ("<answer>B. Bern</answer>", 1), ("<answer>Bern</answer>", 1),
+    ("<answer>\uff08B\uff09</answer>", 1), ("<answer>答案\uff1aB</answer>", 1), ("\\boxed{选项B}", 1),
+    ("<think>A? B?</think>\\boxed{B}", 1),
+    ("<think>\\boxed{B}", 0), ("<answer>A or B</answer>", 0), ("\\boxed{A}", 0), ("\\boxed{A}, \\boxed{B}, \\boxed{C}", 0),
+    ("The answer is B.", 0),      # neither tags nor a box
 ])
 def test_the_choice_that_a_completion_ends_with(text, points):
     assert reward_functions.multiple_choice([text], answer=["B"], choices=["['Zurich', 'Bern', 'Geneva', 'Basel']"]) == [points]
@@ -101,7 +104,8 @@ PROGRAMS = [                    # completion, share of tests that it should pass
     (f"```py\n{SQUARE}", 1),                                                          # the closing fence was the stop
     (f"```\n{SQUARE}```", 1),
     (SQUARE, 1),
-    ("First the helper:\n```python\ndef times(a, b):\n    return a * b\n```\nThen:\n```python\ndef square(x):\n    return times(x, x)\n```", 1),
+    ("The helper:\n```python\ndef times(a, b):\n    return a * b\n```\n"
+     "Then:\n```python\ndef square(x):\n    return times(x, x)\n```", 1),
     ("```python\nimport math\n```\n```python\nsquare = lambda x: math.prod([x, x])\n```", 1),
     (f"A first try:\n```python\ndef square(x):\n    return x + x\n```\nThat is wrong. Better:\n```python\n{SQUARE}```", 1),
     (f"Your tests:\n```python\nassert square(3) == 9\n```\nThe program:\n```python\n{SQUARE}```", 1),
@@ -117,12 +121,14 @@ PROGRAMS = [                    # completion, share of tests that it should pass
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a sandbox")
 def test_the_program_in_a_completion():
-    rewards = reward_functions.passes_tests([text for text, _ in PROGRAMS], [["assert square(3) == 9", "assert square(-4) == 16"]] * len(PROGRAMS))
+    tests = [["assert square(3) == 9", "assert square(-4) == 16"]] * len(PROGRAMS)
+    rewards = reward_functions.passes_tests([text for text, _ in PROGRAMS], tests)
     assert [(row, reward) for row, reward in zip(PROGRAMS, rewards) if reward != row[1]] == []
 
 
 @pytest.mark.parametrize("text,points", [
-    ("<think>\n3*4 is 12\n</think>\n<answer>(3*4)+7</answer>", 1), ("So the expression is \\boxed{3*4+7}.", 1), ("<think>\n<answer>3*4+7</answer>", 0),
+    ("<think>\n3*4 is 12\n</think>\n<answer>(3*4)+7</answer>", 1), ("So the expression is \\boxed{3*4+7}.", 1),
+    ("<think>\n<answer>3*4+7</answer>", 0),
     ("<answer>3*4+7 = 19</answer>", 0), ("<answer>3 \u00d7 4 + 7</answer>", 0),
 ])
 def test_the_expression_in_a_completion(text, points):
@@ -133,11 +139,15 @@ CALL = '{"name": "calculate", "arguments": {"expression": "47+85"}}'
 
 
 @pytest.mark.parametrize("text,results", [
-    (f"<tool_call>\n{CALL}\n</tool_call>", ["132"]), (f"<think>\nI use it.\n</think>\n\n<tool_call>\n{CALL}\n</tool_call>", ["132"]),
-    (f"```json\n{CALL}\n```", ["132"]), (f"I will use the calculator:\n```json\n{CALL}\n```\nand then tell you.", ["132"]), (f"```\n{CALL}\n```", ["132"]),
+    (f"<tool_call>\n{CALL}\n</tool_call>", ["132"]),
+    (f"<think>\nI use it.\n</think>\n\n<tool_call>\n{CALL}\n</tool_call>", ["132"]),
+    (f"```json\n{CALL}\n```", ["132"]), (f"I will use the calculator:\n```json\n{CALL}\n```\nand then tell you.", ["132"]),
+    (f"```\n{CALL}\n```", ["132"]),
     (CALL.replace("arguments", "parameters"), ["132"]), ("calculate(47+85)", ["132"]),
-    (f"<think>\n<tool_call>\n{CALL}\n</tool_call>\n</think>\nIt is 132.", []), (f"<think>\n<tool_call>\n{CALL}\n</tool_call>", []), ("<think>calculate(47+85)", []),
-    ('```json\n{"name": "Tom", "age": 5}\n```', []), ('{"name": ["calculate"]}', []), ("```json\n[1]\n```", []), (f"```json\n{'[' * 9000}\n```", []),
+    (f"<think>\n<tool_call>\n{CALL}\n</tool_call>\n</think>\nIt is 132.", []),
+    (f"<think>\n<tool_call>\n{CALL}\n</tool_call>", []), ("<think>calculate(47+85)", []),
+    ('```json\n{"name": "Tom", "age": 5}\n```', []), ('{"name": ["calculate"]}', []), ("```json\n[1]\n```", []),
+    (f"```json\n{'[' * 9000}\n```", []),
 ])
 def test_the_tool_calls_of_a_message(text, results):
     assert run_calls(text, {"calculate": calculate}) == results
