@@ -515,7 +515,7 @@ SECTIONS = tuple(f.type for f in dataclasses.fields(Config))
 FLAGS = {f.name: f for section in SECTIONS for f in dataclasses.fields(section)}
 DEFAULTS = Config().flags       # flag -> its default
 
-BUILT_IN = dict(generation_max_length=40)       # for the built-in model
+BUILT_IN = dict(generation_max_length=40, eval_limit=256)                        # for the built-in model
 # Values that replace defaults; flags replace both. Without a model_path the default profile is demo, or
 # demo_supervised without use_grpo. The last three are ordered from small to large learning rates.
 PROFILES: dict[str, dict[str, Any]] = {
