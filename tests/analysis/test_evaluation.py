@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 import signal
 import statistics
 from contextlib import suppress
@@ -177,11 +178,14 @@ def test_an_evaluation_prints_its_progress_stops_between_batches_and_continues(m
     assert batches_of(monkeypatch, settings, stop_requested=lambda: next(answers))[0] == [[0, 1, 2]]
 
 
-@pytest.mark.parametrize("call", [1, 3])
+@pytest.mark.parametrize("call", [1, 5])
 def test_a_signal_in_the_first_or_last_evaluation_stops_it_and_a_resumed_run_repeats_it(tmp_path, monkeypatch, capsys, call):
-    """An evaluation has two batches."""
-    flags = "--use_grpo --cold_start_steps 0 --max_steps 2 --generation_batch_size 4 --log_rollouts_every 1".split()
+    """An evaluation has four batches of two problems."""
+    flags = "--use_grpo --cold_start_steps 0 --max_steps 2 --generation_batch_size 4 --log_rollouts_every 1 --eval_samples 2".split()
     never, real, calls = run_folder(tmp_path / "never", *flags), evaluation.score, []
+    first = read_jsonl(never / "metrics.jsonl")[0]
+    shown = f"of 8 x 2, pass@2 {first['eval_pass@2']:.3f}, cut {first['eval_truncated']:.0%}\n"
+    assert re.search(r"held out at step 0: accuracy 0.000 \[0.000, 0.\d+\] " + re.escape(shown), capsys.readouterr().out)
 
     def interrupted(*args):
         calls.append(args)

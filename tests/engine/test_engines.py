@@ -118,6 +118,9 @@ def test_where_an_evaluation_samples_one_completion_of_each_problem_one_at_once_
     with pytest.raises(MemoryError):
         shared.sample(PROMPTS * 5, replace(settings, num_completions_per_prompt=4), 0, num_completions=1)
     assert tried == [20, 10, 5, 2, 1]
+    with pytest.raises(MemoryError):
+        shared.sample(PROMPTS, settings, 0, num_completions=1)
+    assert tried[5:] == [1], "memory that ran out once is not tried again in the next batch"
     quick_config("run", generation_batch_size=1)          # less than a group: then a group at once
 
 
