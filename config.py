@@ -79,8 +79,8 @@ class DataConfig:
     answer_column: str = flag("", "column of the answer; empty: search for a usual name")
     completion_column: str = flag("", "column of the demonstration; empty: search for a usual name")
     eval_limit: int = flag(
-        -1, "held-out problems per evaluation; 0: no evaluations; -1: 64 on a CPU, where more take long, else "
-        "256", ge=-1)
+        -1, "held-out problems per evaluation; 0: no evaluations; -1: 256, but 64 for a model_path on a CPU, "
+        "where more take long", ge=-1)
     shuffle: bool = flag(
         True, "shuffle the rows in every epoch; false: keep the order of the source, such as a file sorted "
         "from easy to hard; the built-in problems are always shuffled by the seed")
@@ -515,7 +515,7 @@ SECTIONS = tuple(f.type for f in dataclasses.fields(Config))
 FLAGS = {f.name: f for section in SECTIONS for f in dataclasses.fields(section)}
 DEFAULTS = Config().flags       # flag -> its default
 
-BUILT_IN = dict(generation_max_length=40, eval_limit=256)                        # for the built-in model
+BUILT_IN = dict(generation_max_length=40)       # for the built-in model
 # Values that replace defaults; flags replace both. Without a model_path the default profile is demo, or
 # demo_supervised without use_grpo. The last three are ordered from small to large learning rates.
 PROFILES: dict[str, dict[str, Any]] = {
