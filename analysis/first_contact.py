@@ -87,7 +87,7 @@ def sample_and_describe(run) -> tuple[Groups, int]:
     started = time.perf_counter()
     policy.log_probs(rollout)
     of_row = 3 * (time.perf_counter() - started) / len(mask)         # backward takes two forward passes
-    of_sampling = of_prompts + of_token * mask.shape[1] * (limit / shorter)      # up to the longest completion
+    of_sampling = of_prompts + of_token * mask.shape[1] * (limit / shorter)      # to the longest completion
     notify(time_of_run(run, of_sampling, of_row))
     notify(f"peak memory so far {peak_memory_gb(device):.1f} GB")
     return groups, shorter

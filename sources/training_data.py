@@ -27,6 +27,7 @@ def load_data(
     notify  is called with a line about the forms of rows
     """
     data_config, limit = config.data, config.data.eval_limit
+    limit = 256 if limit < 0 else limit                   # set_up has chosen it, see the flag
     columns = {name: getattr(data_config, f"{name}_column") for name in ("prompt", "answer", "completion")}
     options = dict(seed=config.training.seed, columns=columns)
     source = data_config.dataset if dataset is None else dataset
