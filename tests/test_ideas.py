@@ -134,8 +134,7 @@ def test_the_teacher_is_the_policy_with_the_solution_in_its_prompt(stepped):
     teacher, rollout = batch.extra["teacher_logp"], batch.rollout
     for row, found in zip(ROWS.tolist(), teacher):
         example, ids = experience.examples[row // 4], rollout.completion_ids[row][rollout.completion_mask[row]]
-        text = f"user: {example['prompt']}\nA solution: {example['completion']}\nassistant: "
-        prompt = run.policy.tokenizer(text).input_ids
+        prompt = run.policy.tokenizer(f"{example['completion']}\n{example['prompt']}").input_ids
         with torch.no_grad():
             logits = run.policy.model(torch.tensor([[*prompt, *ids.tolist()]])).logits[0, len(prompt) - 1 : -1]
         expected = logits.log_softmax(dim=-1).gather(-1, ids[:, None])[:, 0]
@@ -145,5 +144,5 @@ def test_the_teacher_is_the_policy_with_the_solution_in_its_prompt(stepped):
     idea.loss(run.config.grpo, LogProbs(logp, 0 * logp), batch)[0]["distillation"].backward()
     torch.testing.assert_close(logp.grad, 0.1 * batch.weights * (logp - teacher).detach())
     system, user = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1=?"}
-    told = [system, user | {"content": "1+1=?\nA solution: 2"}]
+    told = [system, user | {"content": "2\n1+1=?"}]
     assert idea.with_solution({"prompt": [system, user], "answer": "2"})["prompt"] == told
