@@ -79,8 +79,8 @@ class DataConfig:
     answer_column: str = flag("", "column of the answer; empty: search for a usual name")
     completion_column: str = flag("", "column of the demonstration; empty: search for a usual name")
     eval_limit: int = flag(
-        -1, "held-out problems per evaluation; 0: no evaluations; -1: 64 on a CPU, where more take long, else "
-        "256", ge=-1)
+        -1, "held-out problems per evaluation; 0: none; -1: 64 on a CPU, where more take long, else 256",
+        ge=-1)
     shuffle: bool = flag(
         True, "shuffle the rows in every epoch; false: keep the order of the source, such as a file sorted "
         "from easy to hard; the built-in problems are always shuffled by the seed")
