@@ -11,6 +11,7 @@ from reward_functions.answers import answer_text, as_texts, fenced_blocks, unwra
 from rewards import after_thoughts, extract_answer, is_missing, normalize, same_answer, score_each, text_of
 
 LETTERS = string.ascii_uppercase # of choices
+LONGEST_CHOICE = 1000           # in characters: what is longer equals a choice only literally
 NAMED = re.compile(r"(?i:(the )?((correct|right|final) )?(option|choice|answer)( is)?:? )?"      # "Option B",
                    r"((正确)?(答案|选项|选)[是为选]?:? *)?[([]?(?P<letter>[A-Za-z])"
                    r"([]).:]|\s+[-\u2013\u2014]\s+\w\w|$)")                                      # "B - four"
@@ -53,9 +54,10 @@ def multiple_choice(completions, answer, choices=None, **columns) -> list[float 
 def choice_of(answer, options: list[str]) -> str | None:
     """Return the choice that an answer names by its text, else by its letter."""
     name, choices = str(answer).strip(), options or list(LETTERS)
-    letter = NAMED.match(re.sub(r"\*\*|`", "", normalize(unwrap(name))))
+    short = unwrap(name[:LONGEST_CHOICE])
+    letter = NAMED.match(re.sub(r"\*\*|`", "", normalize(short)))
     index = LETTERS.find(letter["letter"].upper()) if letter else -1          # -1: an empty slice below
-    equal = [c for c in choices if c == name] or [c for c in choices if same_answer(unwrap(name), unwrap(c))]
+    equal = [c for c in choices if c == name] or [c for c in choices if same_answer(short, unwrap(c))]
     return [*equal, *choices[index : index + 1], None][0]
 
 

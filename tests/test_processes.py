@@ -39,7 +39,8 @@ pytestmark = pytest.mark.slow
 
 def launch(processes: int, folder: Path, *flags: str, **options):
     """Start a run; no group is tied, so every gradient is a real one. One process is that of the tests."""
-    flags = [*QUICK, "--output_dir", str(folder), "--reward_functions", length_reward(folder.parent), *flags]
+    rewards = [] if "false" in flags else ["--reward_functions", length_reward(folder.parent)]       # none if supervised
+    flags = [*QUICK, "--output_dir", str(folder), *rewards, *flags]
     return train.main(flags) if processes == 1 else start_ranks(processes, *flags, **options)
 
 
