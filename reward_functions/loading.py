@@ -119,8 +119,7 @@ def call_for_each(function: Callable, completions, ground_truth, **columns) -> l
 
 
 def require_columns(functions: Iterable[Callable], examples: Sequence[dict], source: str) -> None:
-    """Raise ValueError if a function needs a column without values, or a built-in one objects as answers."""
-    objects = next((row for row in examples if isinstance(row.get("answer"), dict)), None)
+    """Raise ValueError if a function needs a column without values."""
     cells = (cell for example in examples for cell in example.items())
     columns = {name for name, value in cells if str(value) not in ("", "None", "nan")}
     for function in functions:
@@ -128,11 +127,6 @@ def require_columns(functions: Iterable[Callable], examples: Sequence[dict], sou
             raise ValueError(
                 f"--reward_functions {name_of(function)}: needs the column {missing[0]}, which {source} does "
                 f"not have (columns with values: {', '.join(sorted(columns))})")
-        if objects and name_of(function) in BUILT_IN and "answer" in inspect.signature(function).parameters:
-            column = next(name for name, value in objects.items() if value == objects["answer"])
-            raise ValueError(
-                f"--reward_functions {name_of(function)}: the answers in {source} are objects; name a field: "
-                f"--answer_column {column}.{next(iter(objects['answer']), 'FIELD')}")
 
 
 def load_reward_functions(names: Sequence[str | Callable]) -> list[Callable]:
