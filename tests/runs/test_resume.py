@@ -45,7 +45,8 @@ KINDS = {                       # whatever a run carries from step to step
 def flags_of(kind, folder):
     (folder / "rewards.py").write_text(REWARDS)
     function = "length" if kind == "default" else "drawn"
-    return [*COMMON.split(), *KINDS[kind].split(), "--reward_functions", f"{folder}/rewards.py:{function}"]
+    rewards = [] if kind == "supervised" else ["--reward_functions", f"{folder}/rewards.py:{function}"]
+    return [*COMMON.split(), *KINDS[kind].split(), *rewards]
 
 
 def resume(folder):
