@@ -11,6 +11,7 @@ from dataclasses import replace
 from datetime import timedelta
 
 from analysis.doctor import cause_of_no_signal
+from analysis.evaluation import sample_and_score_problems
 from analysis.reward_linter import print_rewards
 from config import Config
 from data import as_text
@@ -20,7 +21,7 @@ from grpo import compute_group_advantages
 from reward_functions.calling import missing_columns
 from reward_functions.loading import load_reward_function
 from rewards import text_of
-from runs.groups import SUCCESS, Scoring, conversation_sampler, score, summarize_sampling
+from runs.groups import SUCCESS, Scoring, score, summarize_sampling
 
 PROMPTS, COMPLETIONS = 4, 4     # of --check
 SECONDS = 120                   # the limit of sampling on a CPU: then completions are shorter
@@ -64,10 +65,11 @@ def sample_and_describe(run) -> tuple[Groups, int]:
     device, limit = policy.model.device, config.grpo.generation_max_length
 
     def sample(num_prompts: int, num_completions: int, limit: int) -> tuple[Groups, float]:
-        started = time.perf_counter()
-        grpo_config = replace(config.grpo, generation_max_length=limit)
-        examples = run.train_set[:num_prompts]
-        groups = sample_and_score(policy, examples, grpo_config, run.scoring, num_completions)
+        started, examples = time.perf_counter(), run.train_set[:num_prompts]
+        grpo_config = replace(config.grpo, generation_max_length=limit, generation_batch_size=0)
+        (groups,) = sample_and_score_problems(
+            policy, examples, grpo_config, run.scoring, seed=0, num_completions=num_completions)
+        groups.advantages = compute_group_advantages(groups.scores)              # (P, G)
         return groups, time.perf_counter() - started
 
     notify("sampling, about two minutes at most on a CPU")
@@ -91,22 +93,6 @@ def sample_and_describe(run) -> tuple[Groups, int]:
     notify(time_of_run(run, of_sampling, of_row))
     notify(f"peak memory so far {peak_memory_gb(device):.1f} GB")
     return groups, shorter
-
-
-def sample_and_score(
-    policy, examples: list[dict], grpo_config, scoring: Scoring, num_completions: int
-) -> Groups:
-    """Sample and score completions of each example."""
-    environment = scoring.environment
-    sample = conversation_sampler(policy, environment) if environment else policy.sample
-    seeds = [(0, number) for number in range(len(examples))]
-
-    def work(examples: list[dict], seeds: list[tuple]) -> Groups:
-        rollout = sample(examples, grpo_config, seeds, num_completions=num_completions)
-        return score(rollout, examples, scoring, grpo_config)
-
-    groups = policy.map_over_processes(work, examples, seeds)
-    return replace(groups, examples=examples, advantages=compute_group_advantages(groups.scores))
 
 
 def counts_of_right(groups: Groups, config: Config) -> dict[str, int]:
