@@ -40,7 +40,7 @@ def as_published(given, number: int, columns: dict[str, str], counts: Counter) -
             if names:
                 row[name] = given[names[0]]
         read |= {name, *names}
-    chosen_by_flag = {name for name, usual in COLUMNS.items() if columns.get(name, usual[0]) not in usual}
+    chosen_by_flag = {name for name, chosen in columns.items() if chosen and chosen not in COLUMNS[name]}
     solution = f"{row.get('solution')} {row.get('answer')}"
     for name, (needed, sign, convert) in FORMS.items():
         if needed <= row.keys() and sign in solution and (changed := convert(row)):

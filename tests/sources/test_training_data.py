@@ -38,6 +38,15 @@ def test_of_one_file_some_is_set_aside_as_it_always_was(tmp_path, seed):
     assert len(data_of("--dataset", str(tmp_path / "data.jsonl"))[1]) == 20, "a fifth at most"
 
 
+def test_a_run_reads_published_forms_but_for_columns_of_another_name_that_flags_choose(tmp_path):
+    row = {"question": "How many?", "answer": "The answer is <<8=8>>8.\n#### 8", "level": "9"}
+    path = write_lines(tmp_path / "data.jsonl", [row | {"question": f"How many {i}?"} for i in range(5)])
+    flags = "--dataset", path, "--eval_limit", "0"
+    assert [example["answer"] for example in data_of(*flags)[0]] == ["8"] * 5
+    assert [example["answer"] for example in data_of(*flags, "--answer_column", "answer")[0]] == ["8"] * 5
+    assert [example["answer"] for example in data_of(*flags, "--answer_column", "level")[0]] == ["9"] * 5
+
+
 def test_without_shuffling_the_steps_take_the_rows_of_a_file_in_its_order_but_for_the_held_out_ones(tmp_path):
     path = write_lines(tmp_path / "data.jsonl", [{"prompt": f"{i}+1=?", "answer": f"{i + 1}"} for i in range(20)])
     flags = "--dataset", path, "--eval_limit", "4", "--shuffle", "false"
