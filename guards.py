@@ -1,7 +1,7 @@
 """
 The schema of an example, for the load_examples of data.py and of sources/: rows that do not fit are refused.
 
-Each message says what is odd, and how the `map` or `filter` of `datasets` mends it.
+Messages say what is invalid, most of them also the `map` or `filter` of `datasets` that corrects it.
 """
 
 import json

@@ -1,7 +1,7 @@
 """
-First contact with a model: what it writes, what reward functions read of it, and how long a run takes.
+First contact with a model: what it writes, what rewards extract from it, the time of a run.
 
-`train.py --check` prints all of it; a run prints why a rollout teaches nothing, once.
+`train.py --check` prints all of it; a run prints once why there is no learning signal.
 """
 
 import math
@@ -74,11 +74,11 @@ def sample_and_describe(run) -> tuple[Groups, int]:
 
     notify("sampling, about two minutes at most on a CPU")
     size = config.training.batch_size, config.grpo.num_completions_per_prompt
-    of_prompts, of_some = (sample(*size, length)[1] for length in (1, CALIBRATION))      # seconds
-    of_token = max(1e-9, (of_some - of_prompts) / (CALIBRATION - 1))
+    prompt_seconds, short_seconds = (sample(*size, length)[1] for length in (1, CALIBRATION))
+    seconds_per_token = max(1e-9, (short_seconds - prompt_seconds) / (CALIBRATION - 1))
     shorter = limit
     if device.type == "cpu":
-        shorter = min(limit, max(CALIBRATION, int((SECONDS - of_prompts) / of_token)))
+        shorter = min(limit, max(CALIBRATION, int((SECONDS - prompt_seconds) / seconds_per_token)))
     groups, _ = sample(PROMPTS, COMPLETIONS, shorter)
     rollout, mask = groups.rollout, groups.rollout.completion_mask
     prompt = policy.tokenizer.decode(rollout.prompt_ids[0][rollout.prompt_mask[0]])
@@ -88,9 +88,10 @@ def sample_and_describe(run) -> tuple[Groups, int]:
         notify(f"  note   here completions were cut at {shorter} tokens to save time, not at {limit}")
     started = time.perf_counter()
     policy.log_probs(rollout)
-    of_row = 3 * (time.perf_counter() - started) / len(mask)         # backward takes two forward passes
-    of_sampling = of_prompts + of_token * mask.shape[1] * (limit / shorter)      # to the longest completion
-    notify(time_of_run(run, of_sampling, of_row))
+    seconds_per_row = 3 * (time.perf_counter() - started) / len(mask)            # backward counts as two
+    longest = mask.shape[1] * limit / shorter             # in tokens, if none is cut to save time
+    sampling_seconds = prompt_seconds + seconds_per_token * longest
+    notify(time_of_run(run, sampling_seconds, seconds_per_row))
     notify(f"peak memory so far {peak_memory_gb(device):.1f} GB")
     return groups, shorter
 
@@ -127,17 +128,18 @@ def cause_of(
     return cause_of_no_signal(metrics, config.flags, counts or counts_of_right(groups, config), seen)
 
 
-def time_of_run(run, of_sampling: float, of_row: float) -> str:
+def time_of_run(run, sampling_seconds: float, seconds_per_row: float) -> str:
     """Return a line with the time of a step and of a run's GRPO phase.
 
-    of_sampling  seconds of sampling a rollout;  of_row  seconds of an update for each completion
+    sampling_seconds  of a rollout;  seconds_per_row  of an update, for each completion
     """
     config, steps = run.config, run.phases[-1].steps
     every, problems, size = config.training.eval_steps, len(run.eval_set), config.rollout_size
     evaluations = 2 + (steps // every if every else 0) if problems else 0
-    of_step = of_sampling + of_row * size * config.grpo.ppo_epochs
+    of_step = sampling_seconds + seconds_per_row * size * config.grpo.ppo_epochs
     in_all = steps / config.updates_per_rollout * of_step
-    in_all += evaluations * math.ceil(problems / size) * of_sampling
+    batches = math.ceil(problems * config.training.eval_samples / size)          # of an evaluation
+    in_all += evaluations * batches * sampling_seconds
     return (f"a step of {size} completions takes about {duration(of_step)}; {steps} updates and "
             f"{evaluations} evaluations of {problems} problems about {duration(in_all)}, if lengths stay")
 

@@ -64,6 +64,8 @@ def test_the_time_of_a_run_counts_updates_evaluations_and_epochs():
     run = SimpleNamespace(config=config, phases=[SimpleNamespace(steps=4)], eval_set=range(16))
     assert time_of_run(run, 10.0, 1.0) == (
         "a step of 8 completions takes about 0:00:26; 4 updates and 4 evaluations of 16 problems about 0:02:12, if lengths stay")
+    run.config = replace(config, training=replace(config.training, eval_samples=2))
+    assert time_of_run(run, 10.0, 1.0).endswith("16 problems about 0:03:32, if lengths stay"), "twice as many batches"
     run.eval_set = []
     assert "4 updates and 0 evaluations of 0 problems about 0:00:52" in time_of_run(run, 10.0, 1.0)
 
