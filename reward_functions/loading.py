@@ -44,17 +44,22 @@ def function_from_file(flag: str, name: str, built_in: Iterable[str]) -> Callabl
     if not colon:
         known = ", ".join(built_in)
         raise ValueError(f"--{flag} {name}: unknown; use path/to/file.py:function or one of {known}")
+    function = attribute_of_file(flag, path, attribute)
+    if not callable(function):
+        raise ValueError(f"--{flag} {name}: {path} has no function {attribute}")
+    return function
+
+
+def attribute_of_file(flag: str, path: str, attribute: str, default=None):
+    """Return an attribute of a Python file for a flag. Raise ValueError if the file cannot be imported."""
     try:
         file = Path(path).resolve(strict=True)
         beside = tuple((each, each.stat().st_mtime_ns) for each in file.parent.glob("*.py"))
         with exits_as_errors():
             module = load_file(file, beside)
     except Exception as error:
-        raise ValueError(f"--{flag} {name}: importing {path} failed: {in_one_line(error)}") from error
-    function = getattr(module, attribute, None)
-    if not callable(function):
-        raise ValueError(f"--{flag} {name}: {path} has no function {attribute}")
-    return function
+        raise ValueError(f"--{flag}: importing {path} failed: {in_one_line(error)}") from error
+    return getattr(module, attribute, default)
 
 
 @cache

@@ -116,6 +116,8 @@ def build_parser(show_all: bool) -> OneLineParser:
         prog="train.py", usage="train.py [settings.json] [--flag value ...]", description=DESCRIPTION,
         formatter_class=partial(argparse.RawDescriptionHelpFormatter, max_help_position=32),
         argument_default=argparse.SUPPRESS)
+    parser.add_argument(
+        "--task", metavar="FILE.py", help="examples(split), reward(completions, ...) and SETTINGS in one file")
     parser.add_argument("--help_all", action="help", help=f"show all {len(FLAGS)} flags")
     add_flags(parser, FLAGS, shown=FLAGS if show_all else COMMON)
     return parser

@@ -22,7 +22,7 @@ def read_rows(source: str | Sequence, split: str, seed: int) -> Iterable:
 
     source   also a .json, .csv or .parquet file; an id on the Hugging Face hub such as "openai/gsm8k:main"
              (name:configuration); "tfds:gsm8k"; "kaggle:owner/name/file.csv"; "countdown"; "guess_letter";
-             "reasoning_gym:chain_sum,countdown"
+             "reasoning_gym:chain_sum,countdown"; a Python file with a function examples(split)
     split    also another split on a hub, or a part of it such as "train[:90%]"
     """
     rows = source
@@ -34,6 +34,10 @@ def read_rows(source: str | Sequence, split: str, seed: int) -> Iterable:
         from sources.gym_tasks import gym_examples        # only for these tasks
 
         return gym_examples(source, split, seed)
+    elif source.endswith(".py"):
+        from reward_functions.loading import function_from_file                  # only for tasks
+
+        rows = function_from_file("dataset", f"{source}:examples", ())(split)
     elif source.startswith("tfds:"):
         rows = read_tfds(source, split)
     elif source.startswith("kaggle:"):

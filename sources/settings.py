@@ -2,10 +2,11 @@
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
-from config import DEFAULTS, Config, profile_values
+from config import DEFAULTS, Config, expand_home, profile_values
 from sources import GYM
 
 
@@ -34,10 +35,11 @@ def read_settings(path: Path, given: dict[str, Any] | None = None) -> dict[str, 
 def refuse_foreign_code(path: Path, settings: dict[str, Any]) -> None:
     """Raise ValueError if settings run code. The message has the flags to add."""
     again = []
-    for name in "reward_functions", "environment", "trust_remote_code":
+    for name in "reward_functions", "environment", "trust_remote_code", "dataset", "eval_dataset":
         value = settings.get(name, "")
         words = list(map(str, value if isinstance(value, list) else [value]))
-        if value is True or any(":" in word and not word.startswith("python:") for word in words):
+        runs = r".*\.py$" if "dataset" in name else r"(?!python:).*:"
+        if value is True or any(re.match(runs, word) for word in words):
             again.append(f"--{name} {' '.join(words)}")
     if again:
         raise ValueError(
@@ -45,12 +47,14 @@ def refuse_foreign_code(path: Path, settings: dict[str, Any]) -> None:
 
 
 def complete(flags: dict[str, Any]) -> dict[str, Any]:
-    """Return flags and the settings that they imply on a command line: of a resumed run, or of a profile."""
+    """Return flags and the settings that they imply on a command line: of a resumed run, a task, a profile."""
     if flags.get("resume") and flags.get("output_dir"):
         file = Path(flags["output_dir"]) / "config.json"
         if not file.exists():
             raise ValueError(f"--output_dir={file.parent}: there is no run in it to resume")
         return read_settings(file, flags) | flags
+    if task := expand_home(flags.pop("task", "")):
+        flags = task_settings(task) | flags
     profile = flags.get("profile", "")
     if not profile and not flags.get("model_path"):
         profile = "demo" if flags.get("use_grpo") else "demo_supervised"
@@ -60,6 +64,19 @@ def complete(flags: dict[str, Any]) -> dict[str, Any]:
 
         values |= implied_rewards(flags["dataset"])
     return values | flags | {"profile": profile}
+
+
+def task_settings(path: str) -> dict[str, Any]:
+    """Return the settings of a task, a Python file with examples(split), reward(completions, ...) and SETTINGS.
+
+    SETTINGS  optional {flag: value};  raises  ValueError with one line
+    """
+    from reward_functions.loading import attribute_of_file                       # only for tasks
+
+    settings = attribute_of_file("task", path, "SETTINGS", {})
+    if not isinstance(settings, dict):
+        raise ValueError(f'--task {path}: SETTINGS must be flags and values such as {{"batch_size": 8}}')
+    return {"use_grpo": True, "dataset": path, "reward_functions": [f"{path}:reward"]} | settings
 
 
 def resumed(config: Config) -> Config:

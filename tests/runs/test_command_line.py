@@ -38,7 +38,7 @@ def test_help_begins_with_three_examples_that_parse_and_shows_the_flags(program,
         if "--resume" not in words:                       # which needs a run
             parse(words)
     if names:
-        assert set(re.findall(r"^  --(\w+)", printed, re.MULTILINE)) == names | {"help_all"}
+        assert set(re.findall(r"^  --(\w+)", printed, re.MULTILINE)) == names | {"help_all", "task"}
         assert re.search(r"\nOptimiser:\n  --learning_rate float +peak learning rate; 0: 1e-6 ", printed)
 
 
@@ -64,6 +64,7 @@ def test_a_negative_number_is_a_value_however_it_is_written(weight):
 
 FILES = {
     "broken.py": "def f(:\n", "needs.py": "def f(completions, tests, **columns): ...\n",
+    "task.py": "SETTINGS = ['seed']", "short.py": "SETTINGS = {'sead': 1}", "half.py": "def reward(completions): ...",
     "exits.py": "import sys\nsys.exit(0)\ndef f(completions): ...\n", "list.json": "[1]", "open.json": "{",
     "pair.json": '{"instruction": "\\ud800"}', "type.json": '{"reward_functions": "correctness"}',
     "epsilon.json": '{"advantage_epsilon": 1e-6}', "empty.jsonl": "", "bare.jsonl": '{"prompt": "a"}\n{"prompt": "b"}\n',
@@ -116,7 +117,10 @@ MISTAKES = [                    # flags of train.py behind --use_grpo, and what 
     ("{tmp}/list.json", "list.json: must hold an object"),
     ("{tmp}/type.json", r"--reward_functions=correctness: must be list\[str\], not str"),
     ("{tmp}/epsilon.json", "advantage_epsilon: unknown flag; here always 1e-8"),
+    ("--task {tmp}/task.py", "task.py: SETTINGS must be flags and values"), ("--task {tmp}/short.py", "sead: unknown flag"),
+    ("--task {tmp}/no.py", "--task: importing .*no.py failed"),
     # what is found while a run is set up
+    ("--task {tmp}/half.py", "--dataset .*half.py:examples: .*half.py has no function examples"),
     ("--reward_functions {tmp}/broken.py:f", "broken.py.*SyntaxError"),
     ("--reward_functions {tmp}/needs.py:f", "needs the column tests"),
     ("--reward_functions {tmp}/exits.py:f", "importing .*exits.py failed: RuntimeError: SystemExit: 0"),

@@ -42,8 +42,9 @@ def test_a_file_may_have_sections_or_not_a_byte_order_mark_and_constants_of_othe
     assert read_settings(file) == {"seed": 1}
 
 
-CODE = dict(reward_functions=["correctness", "r.py:r"], reward_weights=[1.0, 1.0], environment="e.py:e", max_turns=2, trust_remote_code=True)
-AGAIN = dict(reward_functions=["s.py:s"], reward_weights=[1.0], environment="", max_turns=1, trust_remote_code=False)
+CODE = dict(reward_functions=["correctness", "r.py:r"], reward_weights=[1.0, 1.0], environment="e.py:e", max_turns=2, trust_remote_code=True,
+            dataset="t.py")
+AGAIN = dict(reward_functions=["s.py:s"], reward_weights=[1.0], environment="", max_turns=1, trust_remote_code=False, dataset="a:b")
 
 
 def test_code_that_a_run_of_another_user_names_is_named_again(tmp_path, monkeypatch):
@@ -52,7 +53,7 @@ def test_code_that_a_run_of_another_user_names_is_named_again(tmp_path, monkeypa
     assert Config.of(**complete(resume)).model.trust_remote_code
     (tmp_path / "settings.json").write_text(file.read_text())
     monkeypatch.setattr("os.getuid", lambda: file.stat().st_uid + 1)
-    for given, missing in ({}, "--reward_functions correctness r.py:r --environment e.py:e --trust_remote_code True"), (
+    for given, missing in ({}, "--reward_functions correctness r.py:r --environment e.py:e --trust_remote_code True --dataset t.py"), (
             {name: value for name, value in AGAIN.items() if name != "environment"}, "--environment e.py:e"):
         with pytest.raises(ValueError, match=f"belongs to another user and names code; if you trust it, add {missing}$"):
             complete(resume | given)
