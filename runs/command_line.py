@@ -117,7 +117,7 @@ def build_parser(show_all: bool) -> OneLineParser:
         formatter_class=partial(argparse.RawDescriptionHelpFormatter, max_help_position=32),
         argument_default=argparse.SUPPRESS)
     parser.add_argument(
-        "--task", metavar="FILE.py", help="examples(split), reward(completions, ...) and SETTINGS in one file")
+        "--task", metavar="FILE.py", help="a task: examples(split), reward(completions, ...), SETTINGS")
     parser.add_argument("--help_all", action="help", help=f"show all {len(FLAGS)} flags")
     add_flags(parser, FLAGS, shown=FLAGS if show_all else COMMON)
     return parser

@@ -47,7 +47,7 @@ def refuse_foreign_code(path: Path, settings: dict[str, Any]) -> None:
 
 
 def complete(flags: dict[str, Any]) -> dict[str, Any]:
-    """Return flags and the settings that they imply on a command line: of a resumed run, a task, a profile."""
+    """Return flags and the settings that they imply on a command line: of a run, a task, a profile."""
     if flags.get("resume") and flags.get("output_dir"):
         file = Path(flags["output_dir"]) / "config.json"
         if not file.exists():
@@ -67,9 +67,9 @@ def complete(flags: dict[str, Any]) -> dict[str, Any]:
 
 
 def task_settings(path: str) -> dict[str, Any]:
-    """Return the settings of a task, a Python file with examples(split), reward(completions, ...) and SETTINGS.
+    """Return the settings of a task: a Python file with examples(split) and reward(completions, ...).
 
-    SETTINGS  optional {flag: value};  raises  ValueError with one line
+    Its SETTINGS, {flag: value}, are optional. Raises ValueError with one line.
     """
     from reward_functions.loading import attribute_of_file                       # only for tasks
 
