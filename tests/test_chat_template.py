@@ -14,7 +14,7 @@ from environments.messages import encode_reply, encode_turns
 from engine.models import load_any_policy, load_any_tokenizer, save_any_policy
 from model import byte_tokenizer
 from policy import Policy
-from runs.groups import conversation_sampler
+from runs.groups import Scoring, sampler_of
 from runs.setup import set_up
 from sample import demonstrations_as_rollout, stop_token_ids
 from sources import load_examples
@@ -159,7 +159,8 @@ def test_the_tools_of_a_row_are_written_by_the_template(base, tools, written):
     assert tokenizer.decode(encode_prompt(tokenizer, example)) == expected
     settings = GRPOConfig(generation_max_length=2, num_completions_per_prompt=2)
     policy = Policy(model, tokenizer)
-    for sample in policy.sample, conversation_sampler(policy, lambda messages: None):
+    for environment in None, lambda messages: None:
+        sample = sampler_of(policy, Scoring([], [], environment))
         assert tokenizer.decode(sample([example], settings, [(0, 0)]).prompt_ids[0]) == expected
     assert tokenizer.decode(demonstrations_as_rollout(model, tokenizer, [example]).prompt_ids[0]) == expected
     tokenizer.tools = [{"function": "of the environment"}]
