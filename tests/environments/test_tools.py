@@ -134,11 +134,3 @@ def test_python_runs_in_the_sandbox_and_is_refused_where_nothing_can_be_containe
     monkeypatch.setattr(instances, "run_python", refuses)
     with pytest.raises(ValueError, match="^--environment=python: programs cannot be isolated here$"):
         load_environment("python")
-
-
-def test_the_tool_calls_of_a_message_share_a_time_limit(monkeypatch):
-    clock, calls = iter([0.0, 1.0, 9.0, 11.0, 12.0]), []
-    monkeypatch.setattr(tools.time, "monotonic", lambda: next(clock))
-    call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
-    results = tools.run_calls(call * 4, {"add": lambda a: calls.append(a) or "done"})
-    assert results == ["done", "done"] + ["error: too much time in one message"] * 2 and calls == [1, 1]
