@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 from data import as_messages, encode_prompt, render
 from environments.messages import encode_turns
+from guards import mend
 from sample import stop_token_ids
 
 
@@ -48,8 +49,8 @@ def refuse_special_tokens(name: str, text: str, special: list[str]) -> None:
     """Raise ValueError if a text has the text of a special token, which might end or begin a turn."""
     if found := next((token for token in special if token in text), None):
         raise ValueError(
-            f"the {name} has the text of the special token {found}: data.map(lambda row: {{'{name}': "
-            f"row['{name}'].replace('{found}', '')}})")
+            f"the {name} has the text of the special token {found}: "
+            + mend(name, f"row['{name}'].replace('{found}', '')"))
 
 
 def refuse_lost_characters(tokenizer, name: str, text: str, ids: list[int]) -> None:
@@ -61,8 +62,8 @@ def refuse_lost_characters(tokenizer, name: str, text: str, ids: list[int]) -> N
     lost = "".join(Counter(c for c in given if c.isprintable() and c != " ") - Counter(kept))
     if lost:
         raise ValueError(
-            f"the tokenizer loses {lost!r:.40} of the {name}: data.map(lambda row: {{'{name}': "
-            f"row['{name}'].replace({lost[0]!r}, '...')}}), or remove the row with data.filter")
+            f"the tokenizer loses {lost!r:.40} of the {name}; remove the row with data.filter, or: "
+            + mend(name, f"row['{name}'].replace({lost[0]!r}, '...')"))
 
 
 def refuse_wrong_ids(model, tokenizer, prompts: Sequence[list[int]]) -> None:
