@@ -114,7 +114,8 @@ def without_nulls(value, name: str = ""):
         try:
             value = json.loads(value or "{}")
         except (ValueError, TypeError):
-            raise ValueError(f"arguments of a call must be an object, not {value!r:.60}: {mend('...')}") from None
+            message = f"arguments of a call must be an object, not {value!r:.60}: {mend('messages')}"
+            raise ValueError(message) from None
     if isinstance(value, dict):
         kept = {key: entry for key, entry in value.items() if entry is not None or key == "arguments"}
         return {key: without_nulls(entry, key) for key, entry in kept.items()}

@@ -46,7 +46,8 @@ def check(run) -> None:
         if run.phases[0].name != "grpo":
             notify("a cold start comes first, so completions will change")
         elif limit < run.config.grpo.generation_max_length and metrics["truncated"] > 0.3:
-            notify(f"{metrics['truncated']:.0%} had not ended after {limit} tokens: too slow here to judge them")
+            cut = f"{metrics['truncated']:.0%} had not ended after {limit} tokens"
+            notify(f"{cut}: too slow here to judge them")
         else:
             learns = "rewards differ within groups: there is something to learn"
             notify(cause_of(metrics, run.config, groups, counts) or learns)

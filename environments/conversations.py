@@ -42,7 +42,6 @@ def sample_with_environment(
 ) -> Rollout:
     """Sample a group of conversations for each example's prompt: a completion is a list of messages.
 
-    policy   a Policy;  grpo_config  a GRPOConfig;  seeds  a tuple for each prompt
     max_prompt_length  in tokens, with the text of reset
     returns  a rollout; if environment is a class, its instances, rollout.environments, are still open
     """
@@ -184,10 +183,8 @@ class Conversation:
         return self.attempt(lambda: (None, self.respond.new_reward(at_end=True)))[1]
 
     def attempt(self, call: Callable) -> tuple[dict | None, float]:
-        """Return the message and the reward of a call.
-
-        If it raises, or an instance takes too long, raise RunError; with --reward_errors none, end the
-        conversation with NaN.
+        """Return the message and the reward of a call. If it raises, or takes too long, raise RunError; with
+        --reward_errors none, end the conversation with NaN.
         """
         try:
             with exits_as_errors():

@@ -29,7 +29,7 @@ SECONDS_PER_CALL = 60.0         # without --reward_timeout
 
 
 class Instance:
-    """An instance of a class, with its reward so far. An error of its beginning is raised at the first turn."""
+    """An instance of a class, with its reward so far. An error in begin is raised at the first turn."""
 
     def __init__(self, example: dict, seconds: float):
         self.example, self.seconds = example, seconds or SECONDS_PER_CALL
@@ -64,7 +64,7 @@ class Instance:
 def start_group(environment_class: type, group: list[Instance], seed: str, name: str) -> str | list[dict]:
     """Begin the instances of a prompt. Return the prompt, followed by the text that reset returns.
 
-    name    of the environment;  raises  RunError if the texts differ, because a group shares one prompt
+    Raises RunError if the texts differ, because a group shares one prompt.
     """
     texts, state = [], random.getstate()
     for instance in group:
@@ -113,7 +113,7 @@ def tools_of(environment: Callable | None) -> list[Callable] | None:
 
 
 def offer_tools(tokenizer, environment: Callable | None, notify: Callable) -> None:
-    """Let the chat template list the tools of an environment. Print a note if calls in its form are not read."""
+    """Let the chat template list an environment's tools. Print a note if calls in its form are not read."""
     tokenizer.tools = tools_of(environment)
     if tokenizer.tools and tokenizer.chat_template and (text := unread_calls(tokenizer, tokenizer.tools)):
         notify("  note   tool calls in the form of the chat template are not read and end a conversation: "
@@ -124,10 +124,9 @@ def offer_tools(tokenizer, environment: Callable | None, notify: Callable) -> No
 
 
 def load_environment(name: str | Callable) -> Callable | None:
-    """Return a built-in environment by name, or the function or class of `path/to/file.py:name`; None for "".
+    """Return a built-in environment by name, that of `path/to/file.py:name`, or a given one; None for "".
 
-    A function or class is returned as it is. Raises ValueError if it cannot be an environment, or if the
-    sandbox that `python` needs is missing.
+    Raises ValueError if it cannot be an environment, or if the sandbox that `python` needs is missing.
     """
     environment = name if callable(name) else BUILT_IN.get(name)
     if name and environment is None:

@@ -12,7 +12,7 @@ from functools import partial
 
 from environments.messages import text_of_turn
 from reward_functions.answers import fenced_blocks
-from reward_functions.arithmetic import OPERATORS
+from reward_functions.arithmetic import OPERATORS, evaluate
 from reward_functions.calling import start_coroutine, wait_for
 from reward_functions.sandbox import run_python
 from rewards import after_thoughts, extract_answer
@@ -22,9 +22,8 @@ MAX_POWER_BITS = 4096           # limit of the result of ** with whole numbers
 
 
 def with_tools(*functions: Callable) -> Callable:
-    """Return an environment that executes tool calls. A message without a call ends the conversation.
-
-    functions  must have type hints and a docstring with "Args:", which chat templates show to the model
+    """Return an environment that executes calls of functions, which need type hints and a docstring with
+    "Args:". A message without a call ends the conversation.
     """
     respond = partial(answer_calls, functions={function.__name__: function for function in functions})
     respond.tools = list(functions)
@@ -129,22 +128,10 @@ def calculate(expression: str) -> str:
     """
     if len(expression) > MAX_CHARACTERS:
         raise ValueError(f"more than {MAX_CHARACTERS} characters")
-    result = compute(ast.parse(expression.strip(), mode="eval").body)
+    result = evaluate(ast.parse(expression.strip(), mode="eval").body, CALCULATOR_OPERATORS, lambda x: x)
     if isinstance(result, complex):
         raise ValueError("not a real number")
     return str(result) if isinstance(result, int) else f"{result:.12g}"
-
-
-def compute(node: ast.expr) -> float:
-    """Evaluate an expression from its syntax tree. No code is run."""
-    match node:
-        case ast.Constant(int() | float() as number) if not isinstance(number, bool):
-            return number
-        case ast.UnaryOp(op, operand) if type(op) in CALCULATOR_OPERATORS:
-            return CALCULATOR_OPERATORS[type(op)](compute(operand))
-        case ast.BinOp(left, op, right) if type(op) in CALCULATOR_OPERATORS:
-            return CALCULATOR_OPERATORS[type(op)](compute(left), compute(right))
-    raise ValueError("only numbers with + - * / // % ** and parentheses")
 
 
 def limited_power(base, exponent):

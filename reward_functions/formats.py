@@ -147,8 +147,5 @@ def environment(completions, turn_points=None, **columns) -> list[float]:
 
 
 def none(completions, **columns) -> list[float]:
-    """Return 0 for each: the only loss is then the KL to a reference (docs/recipes.md, A teacher).
-
-    none(["a", "b"]) == [0.0, 0.0]
-    """
+    """Return 0 for each: the only loss is then the KL to a reference (docs/recipes.md, A teacher)."""
     return [0.0] * len(completions)

@@ -53,9 +53,8 @@ def passes_tests(completions, tests, **columns) -> list[float | None]:
 
 
 def program_of(text: str, calls: set[str]) -> str:
-    """Return the program in a completion: of its blocks, those that define a name in the calls, each name in
-    the last one, and those that only define and import. This leaves out an example below the program, and
-    earlier attempts. If no block defines such a name, return all blocks.
+    """Return the program in a completion: of its blocks, the last one that defines each name in the calls,
+    and those that only define and import, but no example or earlier attempt. Without such names, all blocks.
     """
     names = set(re.findall(r"\w+", " ".join(calls)))
     blocks = fenced_blocks(text, r"python|py\b") or [answer_text(text)]

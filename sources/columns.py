@@ -27,7 +27,7 @@ class Row(dict):
 
 def as_published(given, number: int, columns: dict[str, str], counts: Counter) -> Row:
     """Return a row with prompt, answer and completion, each from the column that `columns` name, else from
-    the first of COLUMNS with a value, and converted from the forms that it has, which are added to counts.
+    the first of COLUMNS with a value; published forms are converted, and counted.
     """
     given = given if isinstance(given, Mapping) else {"prompt": given}
     row, read = Row(given), set()
@@ -59,9 +59,8 @@ def as_published(given, number: int, columns: dict[str, str], counts: Counter) -
 def cell(row: Mapping, column: str) -> tuple:
     """Return the value of a column, and the names of the columns that it is made of; none if there is none.
 
-    column  a name; the path of a nested field, "a.b" of {"a": {"b": 1}}; or a text with columns in braces
-
-    Braces around anything but a column, such as {"x": 1}, are kept, unless they hold a single word.
+    column  a name; the path of a nested field, "a.b" of {"a": {"b": 1}}; or a text with columns in braces.
+            Other braces, such as {"x": 1}, are kept, unless they hold a single word
     """
     if column in row:
         return row[column], [column]

@@ -53,8 +53,8 @@ def from_choices(row: dict) -> dict:
     if isinstance(place, int):
         answer = dict(enumerate(LETTERS[: len(texts)])).get(place, answer)
     if answer not in [None, *LETTERS[: len(texts)], *texts]:
-        raise ValueError(
-            f"the answer {answer!r:.40} is no index, label or text of its {len(texts)} choices: {mend('answer')}")
+        name = f"the answer {answer!r:.40}"
+        raise ValueError(f"{name} is no index, label or text of its {len(texts)} choices: {mend('answer')}")
     prompt = "\n".join([row["question"], *lines])
     return {"prompt": prompt, "answer": answer, name: choices, "choices": texts}
 
@@ -96,11 +96,12 @@ def from_mbpp(row: dict) -> dict:
 
 
 def from_humaneval(row: dict) -> dict:
-    """Take the asserts of check(candidate) as tests. The program is to be written in whole, with its beginning."""
+    """Take the asserts of check(candidate) as tests. The prompt asks for the program with its beginning."""
     checks = [node for node in ast.parse(row["test"]).body if isinstance(node, ast.FunctionDef)]
-    asserts = [ast.unparse(node.test) for check in checks for node in check.body if isinstance(node, ast.Assert)]
+    asserts = [node for check in checks for node in check.body if isinstance(node, ast.Assert)]
+    texts = [ast.unparse(node.test) for node in asserts]
     imports = re.findall("^(?:from|import) .*", row["prompt"], re.MULTILINE)
-    calls = [re.sub(r"\bcandidate\b", row["entry_point"], text) for text in asserts if "candidate(" in text]
+    calls = [re.sub(r"\bcandidate\b", row["entry_point"], text) for text in texts if "candidate(" in text]
     tests = ["\n".join([*imports, f"assert {call}"]) for call in calls]
     prompt = f"Complete this program, and write it in whole:\n\n{row['prompt']}"
     return {"tests": tests, "prompt": prompt, "completion": row["prompt"] + row["canonical_solution"]}

@@ -48,9 +48,8 @@ def encode_prompts(examples: Sequence[dict], tokenizer, source: str) -> list[lis
 def refuse_special_tokens(name: str, text: str, special: list[str]) -> None:
     """Raise ValueError if a text has the text of a special token, which might end or begin a turn."""
     if found := next((token for token in special if token in text), None):
-        raise ValueError(
-            f"the {name} has the text of the special token {found}: "
-            + mend(name, f"row['{name}'].replace('{found}', '')"))
+        fix = mend(name, f"row['{name}'].replace('{found}', '')")
+        raise ValueError(f"the {name} has the text of the special token {found}: {fix}")
 
 
 def refuse_lost_characters(tokenizer, name: str, text: str, ids: list[int]) -> None:
@@ -59,11 +58,9 @@ def refuse_lost_characters(tokenizer, name: str, text: str, ids: list[int]) -> N
     if text in decoded:
         return
     given, kept = (unicodedata.normalize("NFKC", each).casefold() for each in (text, decoded))
-    lost = "".join(Counter(c for c in given if c.isprintable() and c != " ") - Counter(kept))
-    if lost:
-        raise ValueError(
-            f"the tokenizer loses {lost!r:.40} of the {name}; remove the row with data.filter, or: "
-            + mend(name, f"row['{name}'].replace({lost[0]!r}, '...')"))
+    if lost := "".join(Counter(c for c in given if c.isprintable() and c != " ") - Counter(kept)):
+        fix = mend(name, f"row['{name}'].replace({lost[0]!r}, '...')")
+        raise ValueError(f"the tokenizer loses {lost!r:.40} of the {name}: {fix}, or data.filter")
 
 
 def refuse_wrong_ids(model, tokenizer, prompts: Sequence[list[int]]) -> None:
@@ -90,9 +87,7 @@ def refuse_wrong_ids(model, tokenizer, prompts: Sequence[list[int]]) -> None:
 def encode_demonstrations(
     examples: Sequence[dict], prompts: Sequence[list[int]], model, tokenizer, source: str
 ) -> list[list[int]]:
-    """Encode demonstrations. Raises ValueError that names the row if the ids are not what its text says, or
-    if they have no place behind their prompts.
-    """
+    """Encode demonstrations. Raises ValueError that names the row, as encode_prompts."""
     stops, encoded = stop_token_ids(model, tokenizer), []
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     for example, prompt in zip(examples, prompts, strict=True):
