@@ -18,7 +18,7 @@ from rewards import text_of
 
 SECONDS_PER_TEST = 3.0          # for the program itself and one test
 SECONDS_PER_PROGRAM = 10.0      # for one program with all its tests
-CONVERSIONS = set("bool dict float frozenset int len list round set sorted str sum tuple".split())
+CONVERSIONS = set(["bool", "dict", "float", "frozenset", "int", "len", "list", "round", "set", "sorted", "str", "sum", "tuple"])
 # A name that a line without indentation defines, and such a line that does something else.
 DEFINED = re.compile(r"^(?:(?:async )?def +|class +|(?=\w+ *=))(\w+)", re.MULTILINE)
 STATEMENT = re.compile(r"^(?!(?:async )?def |class |import |from )[^@#)\]}'\"\s]", re.MULTILINE)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import ARCHITECTURES, quick_config
 
-from config import Config, GRPOConfig, ModelConfig
+from config import GRPOConfig, ModelConfig
 from data import encode_demonstration, encode_prompt
 from environments.conversations import Conversation
 from environments.messages import encode_reply, encode_turns
@@ -97,13 +97,6 @@ def test_none_leaves_text_as_it_is(base):
     assert encode_prompt(tokenizer, "1+1=?") == encode_prompt(byte_tokenizer(), "1+1=?")
     ids, _ = encode_demonstration(tokenizer, "1+1=?", "2", [tokenizer.eos_token_id])
     assert tokenizer.decode(ids) == "2<|im_end|>"
-
-
-def test_a_prompt_has_the_ids_of_the_rendered_text(base):
-    tokenizer = load(base)
-    plain = [{"role": "user", "content": "1+1=?"}, {"role": "user", "content": "2 \n"}]
-    rendered = tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=True)
-    assert encode_prompt(tokenizer, plain) == tokenizer(rendered, add_special_tokens=False).input_ids
 
 
 CALLS = (
@@ -213,10 +206,6 @@ def test_a_template_that_writes_the_date_writes_the_same_on_every_day(base, tmp_
         assert tokenizer.decode(encode_prompt(tokenizer, "1+1=?")) == day + OPEN
     set_up(quick_config(tmp_path / "run", model_path=str(folder), max_steps=1, eval_limit=0, generation_max_length=2))
     assert "  note   the chat template writes the date; in all prompts it is 26 Jul 2024\n" in capsys.readouterr().out
-
-
-def test_variables_may_be_an_object_in_python():
-    assert Config(model=ModelConfig(chat_template_kwargs={"enable_thinking": False})).model.chat_template_kwargs == OFF
 
 
 def test_variables_need_a_template(base, tokenizer, tmp_path):

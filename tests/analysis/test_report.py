@@ -148,11 +148,6 @@ def test_tokens_have_their_text_with_the_space_they_begin_with(tmp_path):
     assert "".join(report.token_text(tokenizer, token) for token in (0, 1, 2, 4)) == " the cats ."
 
 
-def test_prompts_are_shown_as_people_read_them(tmp_path):
-    prompt = [{"role": "system", "content": "<i>"}, {"role": "user", "content": "q"}]
-    assert "system: <i>\nuser: q" in Page(write_report(fake_run(tmp_path / "run", prompt=prompt))).texts
-
-
 # ---- what is not trusted --------------------------------------------------------------------------------------------
 
 
@@ -257,9 +252,3 @@ def test_runs_that_do_not_reward_correctness_are_compared_by_their_own_rewards(t
     header, *rows = rows_of(compare_runs([a, b]))
     assert header[-2:] == ["eval_reward/diversity before", "eval_reward/diversity after"]
     assert [row[-2:] for row in rows] == [["2.000", "2.000"], ["?", "?"], ["2.000 (2.000 to 2.000)"] * 2]
-
-
-def test_a_run_without_an_evaluation_is_one_line(tmp_path):
-    a, b = run_of(tmp_path / "a", accuracy(0.5)), run_of(tmp_path / "b")
-    with pytest.raises(ValueError, match=f"^--report: {b} has no evaluation on held-out problems"):
-        compare_runs([a, b])

@@ -9,7 +9,6 @@ from project_files import ROOT
 import train
 from analysis.reward_linter import EXAMPLES, completions_of, doubtful_answers, lint
 from config import GRPOConfig
-from reward_functions.loading import load_reward_function
 from rewards import correctness
 from sources import load_examples
 
@@ -32,6 +31,7 @@ def linted(model, tokenizer):
     (lambda completions, answer, **columns: [float(a in c) for c, a in zip(completions, answer)], "not less than gold (1.00): spam (1.00)"),
     (lambda completions, **columns: [float("..." in c) for c in completions], "more than wrong (0.00): form (1.00)"),
     (lambda completions, **columns: [0.5 for c in completions], "every completion gets 0.5, so all advantages would be 0"),
+    (lambda completions, **columns: [float("\n" not in c) for c in completions], "gold with a newline in it gets less (0.00)"),
     (correctness, ""),
 ])
 def test_what_is_odd_is_flagged(linted, function, flag):
@@ -71,39 +71,6 @@ def test_of_a_conversation_the_last_turn_is_changed_and_without_an_answer_there_
     assert linted(correctness, examples=messages)[0][2] == "| `correctness` | 1.00 | 0.00 | 0.00 | 0.00 | 0.00 | 1.00 |"
     with pytest.raises(ValueError, match=r"^--reward_functions: they score no completion; does the data have their columns"):
         linted(correctness, examples=messages[1:])
-
-
-BUGS = {                        # of published rewards: source, answers, demonstrations, the flag
-    "huggingface/open-r1#86, #293: a gold answer that is not LaTeX cannot be parsed, and all get full points": (
-        """from rewards import extract_answer
-def reward(completions, answer, **columns):
-    return [1.0 if "$" not in a else float(a == extract_answer(c)) for c, a in zip(completions, answer)]
-""", "x = {} or 5", "<reasoning>so</reasoning><answer>{}</answer>", "every completion gets 1, so all advantages"),
-    "unslothai/unsloth#1761, huggingface/open-r1#237: the form may have no newlines": (
-        """import re
-def reward(completions, **columns):
-    return [float(bool(re.match("<reasoning>.*?</reasoning>.*?<answer>.*?</answer>", c))) for c in completions]
-""", "{}", "<reasoning>a and b</reasoning><answer>{}</answer>", "gold with a newline in it gets less (0.00) than without (1.00)"),
-    "the answer counts anywhere": (
-        """def reward(completions, answer, **columns):
-    return [float(a in c) for c, a in zip(completions, answer)]
-""", "{}", "<reasoning>so</reasoning><answer>{}</answer>", "not less than gold (1.00): spam (1.00)"),
-    "the answer counts in any box": (
-        r"""import re
-def reward(completions, answer, **columns):
-    return [float(a in re.findall(r"boxed{\s*(.*?)\s*}", c)) for c, a in zip(completions, answer)]
-""", "{}", "so \\boxed{{{}}}.", "not less than gold (1.00): spam (1.00)"),
-}
-
-
-@pytest.mark.parametrize("name", BUGS)
-def test_bugs_of_published_rewards_are_named(linted, tmp_path, name):
-    source, answer, completion, expected = BUGS[name]
-    (tmp_path / "own.py").write_text(source)
-    answers = [answer.format(n) for n in (27, 36, 615, 48)]
-    examples = [{"prompt": "p", "answer": a, "completion": completion.format(a)} for a in answers]
-    _, flags = linted(load_reward_function(f"{tmp_path}/own.py:reward"), examples=examples)
-    assert any(expected in flag for flag in flags), flags
 
 
 def test_check_prints_the_table_in_the_docs(capsys, monkeypatch):

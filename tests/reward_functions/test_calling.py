@@ -251,7 +251,7 @@ def test_async_functions_run_beside_each_other_on_one_loop_and_outputs_are_their
     assert len(set(loops)) == 1, "clients that a function keeps belong to one loop"
 
 
-def test_an_async_function_that_raises_or_hangs_is_named_and_the_others_count():
+def test_an_async_function_that_raises_or_hangs_is_named_and_the_others_are_cancelled_or_count():
     cancelled = threading.Event()
 
     async def raises(completions, **kwargs):
@@ -261,18 +261,26 @@ def test_an_async_function_that_raises_or_hangs_is_named_and_the_others_count():
     async def hangs(completions, **kwargs):
         try:
             await asyncio.sleep(30)
-        except asyncio.CancelledError:
+        finally:
             cancelled.set()
-            raise
 
+    rollout = rollout_of("a", "", "c", "d")
     with pytest.raises(RunError, match=r"raises raised ZeroDivisionError.*test_calling.*on 4 completions"):
-        score(raises, "a", "", "c", "d")
+        call_and_score([raises, hangs], [1.0, 1.0], rollout, EXAMPLES)
+    assert cancelled.wait(5)
+    cancelled.clear()
     reports, started = Reports(), time.monotonic()
-    total, _ = call_and_score(
-        [hangs, raises], [1.0, 1.0], rollout_of("a", "", "c", "d"), EXAMPLES, on_error="none", timeout=0.3, reports=reports)
+    total, _ = call_and_score([hangs, raises], [1.0, 1.0], rollout, EXAMPLES, on_error="none", timeout=0.3, reports=reports)
     assert time.monotonic() - started < 2 and total.isnan().all()
-    assert [f["function"] for f in reports.failures] == ["hangs", "raises"]
-    assert cancelled.wait(5), "and does not go on for ever"
+    assert [f["function"] for f in reports.failures] == ["hangs", "raises"] and cancelled.wait(5)
+
+
+def test_functions_for_messages_are_told_that_completions_of_texts_are_texts():
+    def of_trl(completions, **columns):
+        return [float(len(completion[0]["content"])) for completion in completions]
+
+    with pytest.raises(RunError, match=r"TypeError.*Completions are texts because the prompts are; pass prompts as messages\.$"):
+        score(of_trl, *"abcd")
 
 
 @contextlib.contextmanager
@@ -284,11 +292,6 @@ def at_most(seconds):
 
 def backtracks(completions, **columns):
     return [float(bool(re.match(r"(a+)+$", "a" * 40 + "b"))) for _ in completions]
-
-
-def spins(completions, **columns):
-    while True:
-        pass
 
 
 def catches(completions, **columns):
@@ -306,18 +309,18 @@ def waits_in_a_pool(completions, **columns):
         return threads.submit(threading.Event().wait, 8).result()
 
 
-@pytest.mark.parametrize("function", [backtracks, catches, waits_in_a_pool])
-def test_the_limit_interrupts(function):
+def spins(completions, **columns):
+    while True:
+        pass
+
+
+@pytest.mark.parametrize("function", [backtracks, catches, waits_in_a_pool, spins])
+def test_the_limit_interrupts_and_the_handler_of_before_is_restored(function):
+    before = signal.getsignal(signal.SIGALRM)
     with at_most(3), pytest.raises(RunError, match=r"no result within 0\.5 s"):
         score(function, *"ab", examples=EXAMPLES[:1], timeout=0.5)
-
-
-def test_the_handler_of_before_is_restored_and_no_timer_is_left():
-    before = signal.getsignal(signal.SIGALRM)
-    for function, raised in (spins, pytest.raises(RunError)), (length, contextlib.nullcontext()):
-        with raised:
-            score(function, *"ab", examples=EXAMPLES[:1], timeout=0.3)
-        assert signal.getsignal(signal.SIGALRM) == before and signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    assert score(length, *"ab", examples=EXAMPLES[:1], timeout=0.5) == [[1.0, 1.0]]
+    assert signal.getsignal(signal.SIGALRM) == before and signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
 def test_ctrl_c_ends_a_call_with_a_limit():
@@ -328,20 +331,3 @@ def test_ctrl_c_ends_a_call_with_a_limit():
             score(spins, *"ab", examples=EXAMPLES[:1], timeout=20.0)
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def test_async_functions_that_run_are_cancelled_when_another_one_raises():
-    ended = threading.Event()
-
-    async def waits(completions, **columns):
-        try:
-            await asyncio.sleep(60)
-        finally:
-            ended.set()
-
-    def raises(completions, **columns):
-        raise KeyError("no column")
-
-    with pytest.raises(RunError, match="reward function raises raised KeyError"):
-        call_and_score([raises, waits], [1.0, 1.0], rollout_of("a", "b"), EXAMPLES[:1])
-    assert ended.wait(5)

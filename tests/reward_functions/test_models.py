@@ -51,6 +51,13 @@ def test_a_classifiers_points_do_not_depend_on_the_batch(reward_model):
     assert liked([[{"role": "assistant", "content": "a"}]], prompts=[PROMPT])[0] != alone[0], "the prompt counts"
 
 
+def test_a_chat_template_brings_its_own_bos_and_what_is_no_number_is_no_reward(reward_model, tmp_path):
+    lines = "{{ bos_token }}{% for m in messages %}{{ m.content }}{{ '' if loop.last else '\n' }}{% endfor %}"
+    with_template = classifier("liked", save(tmp_path, 1, template=lines))
+    assert with_template(["b"], prompts=["a"]) == classifier("liked", reward_model)(["b"], prompts=["a"])
+    assert classifier("broken", save(tmp_path, num_labels=1, weights=math.nan))(["text"], prompts=["p"]) == [None]
+
+
 def test_padding_is_that_of_the_tokenizer_whatever_the_models_settings_say(reward_model, tmp_path):
     texts = ["a", "a somewhat longer completion", ""]
     expected = classifier("liked", reward_model, batch_size=1)(texts, prompts=["p"] * 3)
@@ -80,16 +87,6 @@ def test_a_classifier_with_labels_gives_a_probability(tmp_path):
     path = save(tmp_path, num_labels=3)
     (points,) = zip(*(classifier("label", path, label=label)(["text"], prompts=["p"]) for label in range(3)))
     assert sum(points) == pytest.approx(1) and all(0 < p < 1 for p in points)
-
-
-def test_a_chat_template_brings_its_own_bos(reward_model, tmp_path):
-    lines = "{{ bos_token }}{% for m in messages %}{{ m.content }}{{ '' if loop.last else '\n' }}{% endfor %}"
-    with_template = classifier("liked", save(tmp_path, 1, template=lines))
-    assert with_template(["b"], prompts=["a"]) == classifier("liked", reward_model)(["b"], prompts=["a"])
-
-
-def test_points_that_are_no_number_leave_completions_unscored(tmp_path):
-    assert classifier("broken", save(tmp_path, num_labels=1, weights=math.nan))(["text"] * 2, prompts=["p"] * 2) == [None, None]
 
 
 # ---- the judge -----------------------------------------------------------------------------------------------------

@@ -6,11 +6,8 @@ import pytest
 from test_data import data_of, write_lines
 
 from reward_functions.arithmetic import countdown
-from reward_functions.formats import multiple_choice
 from rewards import correctness
-from runs.command_line import parse_config
 from sources import load_examples
-from sources.training_data import validate_demonstrations
 
 
 def user(text):
@@ -81,16 +78,6 @@ def test_countdown_needs_the_flag_that_the_message_names(tmp_path):
     assert countdown([f"<answer>{n} * 3 + 4</answer>" for n in (2, 6)], **columns) == [1.0] * 2
 
 
-def test_supervised_training_on_ultrachat_needs_the_flag_that_the_message_names(tmp_path):
-    messages = [user("Tell me things."), assistant("First, ..."), user("And?"), assistant("No more.")]
-    path = write_lines(tmp_path / "ultrachat.jsonl", [{"prompt": "Tell me things.", "messages": messages}])
-    flags = ["--dataset", path, "--eval_limit", "0"]
-    with pytest.raises(ValueError, match="--prompt_column messages"):
-        validate_demonstrations(parse_config(flags), data_of(*flags)[0])
-    (example,), _ = data_of(*flags, "--prompt_column", "messages")
-    assert example["prompt"] == messages[:3] and example["completion"] == "No more."
-
-
 @pytest.mark.parametrize("row", [
     {"prompt": "2+2? A) 3 B) 4", "choices": ["3", "4"], "answer": "B"}, {"prompt": "2+2?", "choices": "3 or 4", "answer": "B"},
     {"prompt": "How old?", "context": "Ann is 5.", "input": "x"}, {"prompt": "q", "answer": "# Plan\n#### Step one\nCount them."},
@@ -110,10 +97,3 @@ def test_the_answer_of_a_solution_is_what_its_form_says_and_no_more(answer, expe
     assert correctness([f"<answer>{expected}</answer>", "<answer>71</answer>"], answer=[expected] * 2) == [1, 0]
     chat = [user("p"), assistant("mine")]
     assert load_examples([{"prompt": chat, "answer": answer}])[0]["completion"] == load_examples([{"prompt": "p", "answer": answer, "completion": "mine"}])[0]["completion"] == "mine"
-
-
-def test_many_choices_are_lettered():
-    cities = [f"city {number}" for number in range(12)]
-    (example,) = load_examples([{"question": "Which?", "choices": cities, "answer": 11}])
-    assert example["prompt"].endswith("\nL. city 11") and example["answer"] == "L"
-    assert multiple_choice(["<answer>L</answer>"] * 2, answer=["L", "city 11"], choices=[cities] * 2) == [1, 1]

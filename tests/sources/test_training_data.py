@@ -7,8 +7,7 @@ import pytest
 from conftest import start_run
 from test_data import data_of, write_lines
 
-from config import Config, ModelConfig
-from engine.models import load_any_policy, save_any_policy
+from config import Config
 from sources import load_examples
 from sources.training_data import fit_prompts, load_data, note_unused
 
@@ -109,28 +108,6 @@ def test_completions_with_a_false_label_are_refused(label, values, refused):
     note_unused(load_examples(rows), {label}, notes.append)
     note_unused([{"prompt": "p", "label": False}], set(), notes.append)
     assert notes == []
-
-
-def test_a_run_says_what_it_does_not_use(tmp_path, capsys):
-    rows = [{"prompt": f"{i}+1=?", "answer": f"{i + 1}", "completion": "2", "level": 3, "scorer": "x"} for i in range(9)]
-    (tmp_path / "r.py").write_text("def f(completions, level, **columns): return [0.0] * len(completions)")
-    path = write_lines(tmp_path / "data.jsonl", rows)
-    run = start_run(tmp_path / "run", "--use_grpo", "--dataset", path, "--eval_limit", "0", "--reward_functions", f"{tmp_path}/r.py:f")
-    assert len(run.train_set) == 9 and [line for line in capsys.readouterr().out.splitlines() if "note" in line] == [
-        "  note   no prompt, completion or reward function uses these columns: scorer (9)"]
-
-
-@pytest.mark.parametrize("held_out", [False, True])
-def test_a_message_that_the_template_leaves_out_stops_a_run_at_its_start(tmp_path, held_out):
-    model, tokenizer = load_any_policy(ModelConfig())
-    tokenizer.chat_template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
-    save_any_policy(model, tokenizer, tmp_path / "model")
-    rows = [{"prompt": [{"role": "user", "content": "1+1=?"}], "completion": "2"} for _ in range(3)]
-    good = write_lines(tmp_path / "good.jsonl", [{"prompt": "1?", "completion": "1"}])
-    rows[0]["prompt"].insert(0, {"role": "developer", "content": "Add."})
-    paths = [write_lines(tmp_path / "whole.jsonl", rows), good]
-    with pytest.raises(ValueError, match=r"jsonl: example 1: the prompt lacks the developer's message 'Add[.]'"):
-        start_run(tmp_path / "run", "--dataset", paths[held_out], "--eval_dataset", paths[not held_out], "--eval_limit", "8", "--model_path", str(tmp_path / "model"))
 
 
 def test_scenarios_of_an_environment_may_share_a_prompt(tmp_path):
