@@ -1,15 +1,11 @@
 """
 Conversations: the policy and an environment take turns, up to --max_turns turns of the policy.
 
-An environment is either a class, of which each conversation has an instance (environments/instances.py), or a
-function of the conversation so far, which is a list of chat messages that ends with the policy's message:
+    def respond(conversation, **columns) -> str | dict | None          the next message; None ends it
+    def respond(conversation, **columns) -> tuple[..., float]          also rewards the turn
 
-    def respond(conversation, **columns) -> str | dict | None
-
-The function returns the next user message as text, or a chat message such as {"role": "tool", "content":
-"132"}, or None to end the conversation; to reward the turn, it returns the pair (one of these, reward). It
-receives the columns of the example that its parameters name. It is called after every turn that the policy
-has ended itself, including the last turn, which can then get a reward.
+An environment is such a function of the chat messages so far, or a class, of which each conversation has an
+instance (environments/instances.py). It is called after every turn that the policy has ended itself.
 
 Sampled tokens are never decoded and encoded again: an environment's message is encoded separately, then
 appended (environments/messages.py), and the key-value cache is extended. Calls run one after the other.

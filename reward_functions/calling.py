@@ -185,6 +185,14 @@ def missing_columns(function: Callable, columns: set[str]) -> list[str]:
 # ---- calls -------------------------------------------------------------------------------------------------
 
 
+@cache
+def event_loop() -> asyncio.AbstractEventLoop:
+    """Return the event loop of all async functions, in a thread: clients that they keep need one loop."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    return loop
+
+
 def start_coroutine(coroutine: Coroutine) -> Future:
     """Start a coroutine, to run beside others. Return its future result."""
     return asyncio.run_coroutine_threadsafe(coroutine, event_loop())
@@ -196,14 +204,6 @@ def wait_for(future: Future):
         return future.result()
     finally:
         future.cancel()
-
-
-@cache
-def event_loop() -> asyncio.AbstractEventLoop:
-    """Return the event loop of all async functions, in a thread: clients that they keep need one loop."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, daemon=True).start()
-    return loop
 
 
 def call_with_timeout(seconds: float, call: Callable):

@@ -18,7 +18,9 @@ from rewards import text_of
 
 SECONDS_PER_TEST = 3.0          # for the program itself and one test
 SECONDS_PER_PROGRAM = 10.0      # for one program with all its tests
-CONVERSIONS = set(["bool", "dict", "float", "frozenset", "int", "len", "list", "round", "set", "sorted", "str", "sum", "tuple"])
+CONVERSIONS = {                 # of a value, which a test may make
+    "bool", "dict", "float", "frozenset", "int", "len", "list", "round", "set", "sorted", "str", "sum", "tuple",
+}
 # A name that a line without indentation defines, and such a line that does something else.
 DEFINED = re.compile(r"^(?:(?:async )?def +|class +|(?=\w+ *=))(\w+)", re.MULTILINE)
 STATEMENT = re.compile(r"^(?!(?:async )?def |class |import |from )[^@#)\]}'\"\s]", re.MULTILINE)
@@ -38,8 +40,7 @@ def passes_tests(completions, tests, **columns) -> list[float | None]:
     {"prompt": "Write a function double(x).", "tests": ["assert double(2) == 4", "assert double(-1) == -2"]}
 
     CALL is evaluated in the program's process, and the rest in another one, which receives only its value as
-    JSON: printing, patching builtins, or an object that equals everything can only lower the reward. Not
-    prevented: knowing the expected values from the prompt, or guessing among few (`assert is_even(4)`).
+    JSON: printing, patching builtins, or an object that equals everything can only lower the reward.
     """
 
     def score(program: str, parts: list[list | None]) -> float | None:

@@ -3,17 +3,17 @@ Run programs that a model wrote, isolated from this machine. Only their printed 
 
     run_python("print(1 + 1)") == SandboxResult(ok=True, stdout="2\\n", stderr="", reason="")
 
-A program is one process: it may start threads, but no other process or program. It has the standard library,
-but cannot write files; time, memory and output are limited; it has no network, environment variables, open
-files, or processes to signal. The first of these isolation methods that the kernel permits is used:
+A program is one process with threads: no other process or program. It has the standard library, but cannot
+write files; time, memory and output are limited; it has no network, environment variables, open files, or
+processes to signal. The first of these isolation methods that the kernel permits is used:
 
     namespaces  only the standard library exists, read-only; no other process and no network. This works for
                 root, and for ordinary users if the kernel permits user namespaces
     user        for root without CAP_SYS_ADMIN, as in most containers, on a kernel with Landlock: an unused
                 user that can read no other file, but can find out names and sizes of files
 
-In both, a seccomp filter permits a list of system calls (reward_functions/system_calls.py). If neither works,
-and on systems other than Linux on x86-64 and arm64, no program is run. Not covered: see docs/rewards.md.
+In both, a seccomp filter permits a list of system calls (system_calls.py). If neither works, and on systems
+other than Linux on x86-64 and arm64, no program is run. Not covered: see docs/rewards.md.
 
 Each thread of the caller has a server, a running interpreter, and each program is a fork of a fork of it. The
 server forks before it reads the request, so that no program finds the text of another one in its memory.
@@ -193,8 +193,7 @@ def run_isolated(method: str, call_filter: str, code: str, timeout_s: float, mem
         try:
             for source, target in (os.open("/dev/null", os.O_RDWR), 0), (out_end, 1), (err_end, 2):
                 os.dup2(source, target)
-            drop_privileges(user)
-            apply_limits(timeout_s, memory_mb, bytes.fromhex(call_filter))
+            apply_limits(user, timeout_s, memory_mb, bytes.fromhex(call_filter))
             os.write(ready_end, b"!")
             os.closerange(3, 1 << 16)
             execute(code)
@@ -334,20 +333,16 @@ def restrict_files() -> None:
 RESTRICTIONS = {"namespaces": enter_empty_root, "user": restrict_files}
 
 
-def drop_privileges(user: int) -> None:
-    """Change to an unused user id, and give up every capability."""
+# ---- in the program's process, before the program ----
+
+
+def apply_limits(user: int, timeout_s: float, memory_mb: int, call_filter: bytes) -> None:
+    """Apply all limits to this process, irrevocably. user: an unused user id"""
     if os.geteuid() == 0:
         os.setgroups([])
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)
-    check_libc(libc.capset(struct.pack("<Ii", 0x20080522, 0), bytes(24)))
-
-
-# ---- in the program's process, before the program ----
-
-
-def apply_limits(timeout_s: float, memory_mb: int, call_filter: bytes) -> None:
-    """Apply all limits to this process, irrevocably."""
+    check_libc(libc.capset(struct.pack("<Ii", 0x20080522, 0), bytes(24)))          # no capability
     limits = {
         resource.RLIMIT_CPU: math.ceil(timeout_s), resource.RLIMIT_AS: memory_mb << 20,
         resource.RLIMIT_FSIZE: 0, resource.RLIMIT_CORE: 0, resource.RLIMIT_MEMLOCK: 0,

@@ -1,7 +1,4 @@
-"""
-The columns of an example, prompt, answer and completion, from columns under other names: those that the flags
-name, and usual ones.
-"""
+"""The columns prompt, answer and completion from those that flags name, and from usual ones."""
 
 import re
 from collections import Counter

@@ -1,6 +1,6 @@
 """
-Checks of all prompts and demonstrations, once, before training: token ids are compared with the text that
-they stand for, which finds what a tokenizer or a chat template loses, adds or cuts.
+Checks of all prompts and demonstrations before training: token ids are compared with their text, which finds
+what a tokenizer or a chat template loses, adds or cuts.
 """
 
 import re
@@ -89,19 +89,19 @@ def encode_demonstrations(
 ) -> list[list[int]]:
     """Encode demonstrations. Raises ValueError that names the row, as encode_prompts."""
     stops, encoded = stop_token_ids(model, tokenizer), []
+    stop_texts = tokenizer.convert_ids_to_tokens(stops)
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     for example, prompt in zip(examples, prompts, strict=True):
         completion = example["completion"]
         with naming(source, example):
             ids, _ = encode_turns(tokenizer, example["prompt"], completion, stops)
-            turns = [completion] if isinstance(completion, str) else [m["content"] or "" for m in completion]
-            for turn in turns:
-                refuse_special_tokens("completion", turn, tokenizer.convert_ids_to_tokens(stops))
-                refuse_lost_characters(tokenizer, "completion", turn, ids)
-            if positions and len(prompt) + len(ids) > positions:
+            for message in as_messages(completion):
+                refuse_special_tokens("completion", message["content"] or "", stop_texts)
+                refuse_lost_characters(tokenizer, "completion", message["content"] or "", ids)
+            if positions and (length := len(prompt) + len(ids)) > positions:
                 raise ValueError(
-                    f"prompt and completion have {len(prompt) + len(ids)} tokens, but the model has "
-                    f"{positions} positions; shorten it, or remove the row with data.filter")
+                    f"prompt and completion have {length} tokens, but the model has {positions} positions; "
+                    "shorten it, or remove the row with data.filter")
         encoded.append(ids)
     return encoded
 

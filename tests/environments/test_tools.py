@@ -132,5 +132,5 @@ def test_python_runs_in_the_sandbox_and_is_refused_where_nothing_can_be_containe
         raise RuntimeError("programs cannot be isolated here")
 
     monkeypatch.setattr(instances, "run_python", refuses)
-    with pytest.raises(ValueError, match="^--environment=python: programs cannot be isolated here$"):
+    with pytest.raises(ValueError, match=r"^--environment=python: programs cannot be isolated here$"):
         load_environment("python")
