@@ -71,7 +71,8 @@ def test_variables_reach_the_template_and_are_saved_with_the_tokenizer(base, tmp
 
 
 @pytest.mark.parametrize("variables,demonstration,sampled", [
-    (OFF, "2", "2<|im_end|>"), ("", "<think>\nhm\n</think>\n\n2", "<think>\nhm\n</think>\n\n2<|im_end|>"), ("", "2", "2<|im_end|>"),
+    (OFF, "2", "2<|im_end|>"), ("", "<think>\nhm\n</think>\n\n2", "<think>\nhm\n</think>\n\n2<|im_end|>"),
+    ("", "2", "2<|im_end|>"),
 ])
 def test_prompt_and_demonstration_are_what_the_template_makes_of_both(base, variables, demonstration, sampled):
     tokenizer = load(base, chat_template_kwargs=variables)
@@ -100,8 +101,9 @@ def test_none_leaves_text_as_it_is(base):
 
 
 CALLS = (
-    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}{% for c in m.tool_calls or [] %}"
-    "<call>{{ c.function.name }} {{ c.function.arguments | tojson }}{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
+    "{% for c in m.tool_calls or [] %}<call>{{ c.function.name }} {{ c.function.arguments | tojson }}{% endfor %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
 ASKED = {"role": "user", "content": "1+1=?"}
 CALL = {"type": "function", "id": None, "function": {"name": "add", "arguments": {"a": 1, "message": None}}}
 AS_TEXT = {"function": {"name": "add", "arguments": '{"a": 1}'}}
@@ -114,8 +116,10 @@ def said(*calls, content="", **more):
 
 
 @pytest.mark.parametrize("completion,expected", [
-    ([said(CALL, content="I look.")], 'I look.<call>add {"a": 1}<|im_end|>'), ([said(CALL, content=None)], '<call>add {"a": 1}<|im_end|>'),
-    ([said(AS_TEXT, CALL)], '<call>add {"a": 1}<call>add {"a": 1}<|im_end|>'), ([said(content=" 2\n", id=None)], " 2\n<|im_end|>"), ([said(content="2", id="x")], "does not write all of .*'id': 'x'"),
+    ([said(CALL, content="I look.")], 'I look.<call>add {"a": 1}<|im_end|>'),
+    ([said(CALL, content=None)], '<call>add {"a": 1}<|im_end|>'),
+    ([said(AS_TEXT, CALL)], '<call>add {"a": 1}<call>add {"a": 1}<|im_end|>'),
+    ([said(content=" 2\n", id=None)], " 2\n<|im_end|>"), ([said(content="2", id="x")], "does not write all of .*'id': 'x'"),
     ([said(CALL, content="I look."), {"role": "tool", "content": "2"}, said(content="2!")],
      'I look.<call>add {"a": 1}<|im_end|>\n<|im_start|>tool\n2<|im_end|>\n<|im_start|>assistant\n2!<|im_end|>'),
     ([said({"function": {"name": "now", "arguments": None}})], "<call>now {}<|im_end|>"),
@@ -129,7 +133,8 @@ def test_a_demonstration_with_calls_is_written_by_the_template_or_refused(base, 
     for row in {"prompt": [ASKED], "completion": completion}, {"messages": [ASKED, *completion]}:
         (example,) = load_examples([row])
         if len(completion) > 1 and "messages" in row:
-            assert example["completion"] == "2!" and '<call>add {"a": 1}<|im_end|>' in tokenizer.decode(encode_prompt(tokenizer, example["prompt"]))
+            text = tokenizer.decode(encode_prompt(tokenizer, example["prompt"]))
+            assert example["completion"] == "2!" and '<call>add {"a": 1}<|im_end|>' in text
         elif expected.startswith("does"):
             with pytest.raises(ValueError, match=f"^the chat template {expected}.*; make it content$"):
                 encode_turns(tokenizer, example["prompt"], example["completion"], stops)
@@ -160,7 +165,8 @@ def test_the_tools_of_a_row_are_written_by_the_template(base, tools, written):
     assert ("of the environment" in tokenizer.decode(encode_prompt(tokenizer, example))) == (not written)
 
 
-GLM = "[gMASK]{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+GLM = "[gMASK]{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}" \
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 
 
 def test_a_turn_that_ends_with_the_next_role_ends_once():
@@ -170,13 +176,15 @@ def test_a_turn_that_ends_with_the_next_role_ends_once():
     for ended_by, expected in (user, "\nb<|assistant|>\n"), (tokenizer.eos_token_id, "<|user|>\nb<|assistant|>\n"):
         assert tokenizer.decode(encode_reply(tokenizer, "a", reply, stops, ended_by)) == expected
     conversation = Conversation(tokenizer, "a", lambda messages: "b", GRPOConfig(generation_max_length=99, max_turns=2), stops)
-    assert tokenizer.decode(conversation.end_turn([*tokenizer("x", add_special_tokens=False).input_ids, user])) == "\nb<|assistant|>\n"
+    assert tokenizer.decode(conversation.end_turn([*tokenizer("x", add_special_tokens=False).input_ids,
+        user])) == "\nb<|assistant|>\n"
     ids, own = encode_turns(tokenizer, "a", [said(content="x"), reply, said(content="y")], stops)
     assert tokenizer.decode(ids) == "x<eos><|user|>\nb<|assistant|>\ny<eos>" and own[:3] == [True, True, False]
 
 
 @pytest.mark.parametrize("template,stop", [
-    ("ChatML", "<|im_end|>"), ("Llama 3", "<|eot_id|>"), ("Gemma", "<end_of_turn>"), ("Phi", "<|end|>"), (GLM, None), (None, None),
+    ("ChatML", "<|im_end|>"), ("Llama 3", "<|eot_id|>"), ("Gemma", "<end_of_turn>"), ("Phi", "<|end|>"), (GLM, None),
+    (None, None),
     ("{% for m in messages %}{{ m.content }}\n<|im_end|>{% endfor %}", "<|im_end|>"), ("{{ raise_exception('no') }}", None),
     ("{% for m in messages %}{{ m.content }} end{% endfor %}", None),
 ])
@@ -199,7 +207,7 @@ def test_the_role_of_a_tool_does_not_depend_on_what_it_says(known):
 
 def test_a_template_that_writes_the_date_writes_the_same_on_every_day(base, tmp_path, capsys):
     folder = shutil.copytree(base, tmp_path / "dated")
-    clock = "{% if date_string is not defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}{{ date_string }}"       # Llama 3.2
+    clock = "{% if date_string is not defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}{{ date_string }}"
     (folder / "chat_template.jinja").write_text(clock + TEMPLATE)
     for variables, day in ("", "26 Jul 2024"), ('{"date_string": "1 May 2025"}', "1 May 2025"):
         tokenizer = load(folder, chat_template_kwargs=variables)
@@ -212,7 +220,8 @@ def test_variables_need_a_template(base, tokenizer, tmp_path):
     tokenizer.save_pretrained(tmp_path)
     save_any_policy(ARCHITECTURES["qwen3"](), tokenizer, tmp_path)
     for folder, template in (tmp_path, "auto"), (base, "none"):
-        with pytest.raises(ValueError, match=r'--chat_template_kwargs=\{"enable_thinking": false\}: the chat template does not exist$'):
+        with pytest.raises(ValueError,
+            match=r'--chat_template_kwargs=\{"enable_thinking": false\}: the chat template does not exist$'):
             load(folder, chat_template=template, chat_template_kwargs=OFF)
 
 

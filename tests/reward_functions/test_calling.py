@@ -74,8 +74,10 @@ def test_a_function_gets_every_column_repeated_for_siblings_in_lists_of_its_own_
         completions.clear(), prompts.clear(), columns["answer"].clear()
         return [1.0] * 4
 
-    def spy(completions, prompts, prompt_ids, completion_ids, sampling_logp, trainer_state, log_extra, log_metric, tests, hint="-", **columns):
-        seen.update(columns, completions=completions, prompts=prompts, prompt_ids=prompt_ids, completion_ids=completion_ids, tests=tests, hint=hint)
+    def spy(completions, prompts, prompt_ids, completion_ids, sampling_logp, trainer_state, log_extra, log_metric, tests,
+        hint="-", **columns):
+        seen.update(columns, completions=completions, prompts=prompts, prompt_ids=prompt_ids, completion_ids=completion_ids,
+            tests=tests, hint=hint)
         assert vars(trainer_state) == {"global_step": 0, "max_steps": 1, "epoch": 0.0}, "without a run"
         return [0.0] * 4
 
@@ -93,8 +95,12 @@ def test_completions_annotated_as_token_ids_are_token_ids(annotation):
     names = {}
     exec(f"import typing\ndef f(completions: {annotation}):\n    return [float(sum(c)) for c in completions]", names)
     assert score(names["f"], *"abcd") == [[1.0, 7.0], [13.0, 19.0]]
-    exec("def g(completions: list[str], **columns):\n    assert 'prompt_ids' not in columns\n    return [float(len(c)) for c in completions]", names)
-    assert score(names["g"], *"abcd") == [[1.0, 1.0], [1.0, 1.0]]
+
+    def texts(completions: list[str], **columns):
+        assert "prompt_ids" not in columns
+        return [float(len(c)) for c in completions]
+
+    assert score(texts, *"abcd") == [[1.0, 1.0], [1.0, 1.0]]
 
 
 def test_a_column_that_is_called_solution_is_not_replaced_by_the_answer():
@@ -194,7 +200,8 @@ def test_logged_values_reach_metrics_and_records_of_a_step_and_an_evaluation(tmp
         with pytest.raises(RunError, match=f"log_metric: {name} is a metric of the run itself; choose another name"):
             refuse_taken_names({name: -5.0}, step)
     records = read_jsonl(run.folder.path / "rollouts.jsonl")
-    assert [r["extra"] for r in records] == [{"first": r["completion"][:1], "tensor": i, "object": "{1}"} for i, r in enumerate(records)]
+    for i, record in enumerate(records):
+        assert record["extra"] == {"first": record["completion"][:1], "tensor": i, "object": "{1}"}
 
 
 # ---- functions that fail -------------------------------------------------------------------------------------
@@ -204,9 +211,10 @@ def test_logged_values_reach_metrics_and_records_of_a_step_and_an_evaluation(tmp
 @pytest.mark.parametrize("kind", ["def", "async def"])
 def test_what_would_end_the_program_is_an_error_of_the_function(kind, error):
     names = {}
-    exec(f"import asyncio\n{kind} leaves(completions, **columns):\n    if 'c' in completions:\n        raise {error}\n    return [1.0] * len(completions)", names)
+    exec(f"import asyncio\n\n\n{kind} leaves(completions, **columns):\n    raise {error}", names)
     for timeout in 0.0, 20.0:
-        with pytest.raises(RunError, match=r"leaves raised (RuntimeError|CancelledError): .* \(<string>, line 4\); on 4 completions"):
+        with pytest.raises(RunError,
+            match=r"leaves raised (RuntimeError|CancelledError): .* \(<string>, line 4\); on 4 completions"):
             call_and_score([names["leaves"]], [1.0], rollout_of("a", "b", "c", "d"), EXAMPLES, timeout=timeout)
 
 

@@ -107,7 +107,8 @@ def ask_judge(monkeypatch):
         client = partial(httpx2.AsyncClient, transport=httpx2.MockTransport(handle))
         with monkeypatch.context() as patch:
             patch.setattr(models.httpx2, "AsyncClient", client)
-            function = judge("helpful", url="http://localhost/v1", model="some-model", question="How helpful?", **dict(timeout=0.5) | options)
+            function = judge("helpful", url="http://localhost/v1", model="some-model", question="How helpful?",
+                **dict(timeout=0.5) | options)
             return asyncio.run(function(completions, prompts=[PROMPT] * len(completions)))
 
     asked.requests = []
@@ -127,7 +128,8 @@ def test_a_judges_ratings_become_points_in_order(ask_judge):
     "reply,rating",
     [("7", 0.7), ("Mark: 7.5.", 0.75), ("7/10", 0.7), ("7 out of 10", 0.7), ("<think>3? 4?</think>\n5", 0.5), ("0", 0.0),
      ("", None), ("great", None), ("11", None), ("-1", None), ("3 or 4", None), ("nan", None), ("1e9", None),
-     ("\u221210", None), ("7-8", None), ("10 %", None), ("7 percent", None), ("7/10.5", None), ("so...7", 0.7), ("- 7", 0.7), ("**7**", 0.7)],
+     ("\u221210", None), ("7-8", None), ("10 %", None), ("7 percent", None), ("7/10.5", None), ("so...7", 0.7), ("- 7", 0.7),
+     ("**7**", 0.7)],
 )
 def test_a_rating_is_the_only_number_in_range(reply, rating):
     if rating is None:
@@ -147,7 +149,8 @@ FAILURES = {
     "a redirect": (lambda request: httpx2.Response(307, headers={"Location": "http://other/v1"}), "307"),
     "nested JSON": (lambda request: httpx2.Response(200, text="[" * 500_000), "RecursionError"),
     "no rating": (lambda request: chat("nonsense"), "no rating from 0 to 10 in 'nonsense'"),
-    "the key in an error": (lambda request: httpx2.Response(401, extensions={"reason_phrase": f"wrong key {KEY}".encode()}), "wrong key"),
+    "the key in an error": (lambda request: httpx2.Response(401, extensions={"reason_phrase": f"wrong key {KEY}".encode()}),
+        "wrong key"),
     "the key in the reply": (lambda request: chat("x" * 200 + f"{KEY} {KEY}"), "API key"),
 }
 
@@ -160,7 +163,8 @@ def test_a_judge_that_fails_costs_its_time_limit_and_a_warning_without_the_key(n
     with pytest.warns(UserWarning, match="^judge helpful: ") as warned:
         assert ask_judge(answer, key_variable="JUDGE_KEY") == [None, None]
     assert time.monotonic() - started < 0.5 + 1, "the limit, and a second for a machine with other work"
-    assert [request.headers["Authorization"] for request in ask_judge.requests] == [f"Bearer {KEY}"] * 2, "stripped, and to no other host"
+    sent = [request.headers["Authorization"] for request in ask_judge.requests]
+    assert sent == [f"Bearer {KEY}"] * 2, "stripped, and to no other host"
     for message in {str(warning.message) for warning in warned}:
         assert problem in message and len(message) < 330 and KEY[:6] not in message and message.isprintable()
 

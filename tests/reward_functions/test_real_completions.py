@@ -91,8 +91,10 @@ def test_the_number_that_a_completion_ends_with():
     # Neither tags nor a box: a single line, or the last one with the word "answer".
     ("B", 1), ("(B)", 1), ("**B**.", 1), ("B. Bern", 1), ("Bern", 1), ("The answer is B.", 1), ("Correct answer: **B) Bern**", 1),
     ("It lies on the Aare.\n\nTherefore, the correct answer is (B).", 1), ("<think>A? B?</think>\nB", 1), ("答案\uff1aB", 1),
-    ("A", 0), ("B or C", 0), ("Bern is B, I think.", 0), ("The answer is not B.", 0), ("The answer is B\nbecause of the Aare.", 0),
-    ("A. Zurich\nB. Bern", 0), ("<think>The answer is B.", 0), ("Answer: B</answer>", 0), ("So \\boxed{A}. The answer is B.", 0), ("", 0),
+    ("A", 0), ("B or C", 0), ("Bern is B, I think.", 0), ("The answer is not B.", 0),
+    ("The answer is B\nbecause of the Aare.", 0),
+    ("A. Zurich\nB. Bern", 0), ("<think>The answer is B.", 0), ("Answer: B</answer>", 0),
+    ("So \\boxed{A}. The answer is B.", 0), ("", 0),
 ])
 def test_the_choice_that_a_completion_ends_with(text, points):
     assert reward_functions.multiple_choice([text], answer=["B"], choices=["['Zurich', 'Bern', 'Geneva', 'Basel']"]) == [points]

@@ -155,7 +155,8 @@ ORDINARY = {
     "asyncio": "import asyncio\nasync def f():\n    await asyncio.gather(*map(asyncio.sleep, [0, 0.01]))\n"
                "    return await asyncio.to_thread(sum, [2, 3])\nprint(asyncio.run(f()))",
     "socketpair": "import asyncio, socket\nasync def f():\n    a, b = socket.socketpair()\n    b.send(b'5\\n')\n"
-                  "    reader, _ = await asyncio.open_connection(sock=a)\n    print(int(await reader.readline()))\nasyncio.run(f())",
+                  "    reader, _ = await asyncio.open_connection(sock=a)\n"
+                  "    print(int(await reader.readline()))\nasyncio.run(f())",
     "threads": "from concurrent.futures import ThreadPoolExecutor\nprint(sum(ThreadPoolExecutor(4).map(int, '122')))",
     "alarm": "import signal, time\nsignal.signal(signal.SIGALRM, lambda *a: print(5))\n"
              "signal.setitimer(signal.ITIMER_REAL, 0.01); time.sleep(0.2)",
@@ -164,8 +165,8 @@ ORDINARY = {
     "ctypes": "import ctypes\nprint(ctypes.CDLL(None).abs(-5))",
     "ssl": "import ssl\nprint(ssl.create_default_context() and 5)",
     "mmap": "import mmap\nprint(mmap.mmap(-1, 1 << 20, prot=3)[0] + 5)",
-    "thread that ends in C": "import ctypes, threading\nt = threading.Thread(target=ctypes.CDLL(None).pthread_exit, args=(None,))\n"
-                             "t.start(); t.join(1); print(5)",
+    "thread that ends in C": "import ctypes, threading\nend = ctypes.CDLL(None).pthread_exit\n"
+                             "t = threading.Thread(target=end, args=(None,)); t.start(); t.join(1); print(5)",
     "recursion": "import sys\nsys.setrecursionlimit(9999)\nf = lambda n: n and 1 + f(n - 1)\nprint(f(5000) // 1000)",
 }
 
@@ -232,7 +233,8 @@ def test_other_ways_to_call_the_kernel_are_closed(method):
     x32 = f"{PREAMBLE}\nprint(libc.syscall(0x40000000 | 39), ctypes.get_errno())"
     assert run_python(x32).stdout == "-1 38\n"
     code = "import ctypes, mmap; page = mmap.mmap(-1, 4096, prot=7)\n"
-    code += "page.write(b'\\xb8\\x14\\0\\0\\0\\xcd\\x80\\xc3')\nctypes.CFUNCTYPE(int)(ctypes.addressof(ctypes.c_char.from_buffer(page)))()"       # int 0x80, as 32-bit programs do
+    code += "page.write(b'\\xb8\\x14\\0\\0\\0\\xcd\\x80\\xc3')\n"
+    code += "ctypes.CFUNCTYPE(int)(ctypes.addressof(ctypes.c_char.from_buffer(page)))()"     # int 0x80, as 32-bit programs do
     assert run_python(code).reason == "SIGSYS"
 
 
