@@ -93,7 +93,7 @@ def test_the_number_that_a_completion_ends_with():
     ("It lies on the Aare.\n\nTherefore, the correct answer is (B).", 1), ("<think>A? B?</think>\nB", 1), ("答案\uff1aB", 1),
     ("A", 0), ("B or C", 0), ("Bern is B, I think.", 0), ("The answer is not B.", 0),
     ("The answer is B\nbecause of the Aare.", 0),
-    ("A. Zurich\nB. Bern", 0), ("<think>The answer is B.", 0), ("Answer: B</answer>", 0),
+    ("A. Zurich\nB. Bern", 0), ("<think>The answer is B.", 0), ("<answer></answer>\nThe answer is B.", 0),
     ("So \\boxed{A}. The answer is B.", 0), ("", 0),
 ])
 def test_the_choice_that_a_completion_ends_with(text, points):
