@@ -12,7 +12,7 @@ from functools import partial
 
 from environments.messages import text_of_turn
 from reward_functions.answers import fenced_blocks
-from reward_functions.arithmetic import OPERATORS, evaluate
+from reward_functions.arithmetic import OPERATORS, value_of
 from reward_functions.calling import start_coroutine, wait_for
 from reward_functions.sandbox import run_python
 from rewards import after_thoughts, extract_answer
@@ -128,7 +128,7 @@ def calculate(expression: str) -> str:
     """
     if len(expression) > MAX_CHARACTERS:
         raise ValueError(f"more than {MAX_CHARACTERS} characters")
-    result = evaluate(ast.parse(expression.strip(), mode="eval").body, CALCULATOR_OPERATORS, lambda x: x)
+    result = value_of(ast.parse(expression.strip(), mode="eval").body, CALCULATOR_OPERATORS, lambda x: x)
     if isinstance(result, complex):
         raise ValueError("not a real number")
     return str(result) if isinstance(result, int) else f"{result:.12g}"

@@ -211,7 +211,7 @@ def test_logged_values_reach_metrics_and_records_of_a_step_and_an_evaluation(tmp
 @pytest.mark.parametrize("kind", ["def", "async def"])
 def test_what_would_end_the_program_is_an_error_of_the_function(kind, error):
     names = {}
-    exec(f"import asyncio\n\n\n{kind} leaves(completions, **columns):\n    raise {error}", names)
+    exec(f"import asyncio\n\n{kind} leaves(completions, **columns):\n    raise {error}", names)
     for timeout in 0.0, 20.0:
         with pytest.raises(RunError,
             match=r"leaves raised (RuntimeError|CancelledError): .* \(<string>, line 4\); on 4 completions"):
