@@ -19,7 +19,8 @@ from rewards import text_of
 SECONDS_PER_TEST = 3.0          # for the program itself and one test
 SECONDS_PER_PROGRAM = 10.0      # for one program with all its tests
 CONVERSIONS = {                 # of a value, which a test may make
-    "bool", "dict", "float", "frozenset", "int", "len", "list", "round", "set", "sorted", "str", "sum", "tuple",
+    "bool", "dict", "float", "frozenset", "int", "len", "list", "round", "set", "sorted", "str", "sum",
+    "tuple",
 }
 # A name that a line without indentation defines, and such a line that does something else.
 DEFINED = re.compile(r"^(?:(?:async )?def +|class +|(?=\w+ *=))(\w+)", re.MULTILINE)
