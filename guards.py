@@ -1,7 +1,7 @@
 """
 The schema of an example, for the load_examples of data.py and of sources/: rows that do not fit are refused.
 
-Messages say what is invalid, most of them also the `map` or `filter` of `datasets` that corrects it.
+Messages say what is invalid, and the `map` or `filter` of `datasets` that corrects it.
 """
 
 import json
@@ -10,6 +10,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from itertools import islice
 from numbers import Number
+
+
+def mend(column: str, value: str = "...") -> str:
+    """Return the end of a message: the map of `datasets` that corrects a column."""
+    return f"data.map(lambda row: {{'{column}': {value}}})"
 
 
 def validate_examples(source: str | Sequence, rows: Iterable, limit: int | None = None) -> list[dict]:
@@ -39,21 +44,19 @@ def validate_example(row) -> dict:
         prompt = read_messages(prompt)
         if prompt and prompt[-1]["role"] == "assistant":
             if completion is not None:
-                raise ValueError("there is a completion, and the prompt ends with another one; remove one")
+                raise ValueError(f"completion and prompt end with a reply; {mend('completion', 'None')}")
             prompt, completion = prompt[:-1], prompt[-1:]
     if not isinstance(prompt, str | list):
         raise ValueError(
             f"the prompt must be text or chat messages, not {prompt!r:.60}; the row has the columns "
             f"{', '.join(map(str, row))}: name one with --prompt_column, or a text such as '... "
             f"{{{'} ... {'.join(map(str, row))}}}'")
-    texts = [prompt] if isinstance(prompt, str) else [message["content"] or "" for message in prompt]
-    "".join(texts).encode()                               # raises ValueError for half of a surrogate pair
-    if not "".join(texts).strip():
+    text = prompt if isinstance(prompt, str) else "".join(message["content"] or "" for message in prompt)
+    text.encode()                                         # raises ValueError for half of a surrogate pair
+    if not text.strip():
         raise ValueError("the prompt is empty: data.filter(lambda row: row['prompt'])")
     if isinstance(prompt, str) and re.match(r"\s*\[\s*\{\s*['\"](role|from)['\"]", prompt):
-        raise ValueError(
-            "the prompt is the text of chat messages; parse it: "
-            "data.map(lambda row: {'prompt': json.loads(row['prompt'])})")
+        raise ValueError(f"the prompt is the text of chat messages: {mend('prompt', 'json.loads(...)')}")
     example = copy(row)                                   # of its class, which sources/columns.py needs
     example["prompt"] = prompt
     if completion is not None:
@@ -63,7 +66,7 @@ def validate_example(row) -> dict:
     elif not isinstance(answer, str | list | None):
         raise ValueError(
             f"the answer must be text, a number or a list, not the {type(answer).__name__} {answer!r:.60}: "
-            "data.map(lambda row: {'answer': str(row['answer'])}); or name a field: --answer_column a.b")
+            f"{mend('answer', 'str(...)')}; or name a field: --answer_column a.b")
     return example
 
 
@@ -79,7 +82,7 @@ def read_completion(completion) -> str | list[dict] | None:
     if not isinstance(completion, str):
         raise ValueError(
             "the completion must be text, or the assistant's messages with one other message between each "
-            f"two, not {completion!r:.120}: data.map(lambda row: {{'completion': row['...']['content']}})")
+            f"two, not {completion!r:.120}: {mend('completion')}")
     return completion if completion.strip() else None
 
 
@@ -92,7 +95,7 @@ def read_messages(messages: list) -> list[dict]:
         if not (isinstance(message, dict) and isinstance(message.get("role"), str)):
             raise ValueError(
                 f'chat messages must look like {{"role": "user", "content": "..."}}, not {message!r:.80}: '
-                "data.map(lambda row: {'prompt': [{'role': 'user', 'content': row['...']}]})")
+                + mend("prompt", "[{'role': 'user', 'content': ...}]"))
         content = message.get("content")
         parts = content if isinstance(content, list) else [None]
         if all(isinstance(part, dict) and part.get("type") == "text" and "text" in part for part in parts):
@@ -100,7 +103,7 @@ def read_messages(messages: list) -> list[dict]:
         if not (isinstance(content, str) or (content is None and message.get("tool_calls"))):
             raise ValueError(
                 "the content of a message must be text or parts such as {'type': 'text', 'text': '...'}, "
-                f"not {content!r:.60}; change it, or remove the row: data.filter(lambda row: ...)")
+                f"not {content!r:.60}: {mend('prompt')}, or data.filter")
         read.append(message | {"content": content})
     return read
 
@@ -111,7 +114,8 @@ def without_nulls(value, name: str = ""):
         try:
             value = json.loads(value or "{}")
         except (ValueError, TypeError):
-            raise ValueError(f"arguments of a tool call must be an object, not {value!r:.60}") from None
+            message = f"arguments of a call must be an object, not {value!r:.60}: {mend('messages')}"
+            raise ValueError(message) from None
     if isinstance(value, dict):
         kept = {key: entry for key, entry in value.items() if entry is not None or key == "arguments"}
         return {key: without_nulls(entry, key) for key, entry in kept.items()}

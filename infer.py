@@ -26,7 +26,7 @@ from engine.device_policy import DevicePolicy
 from engine.devices import best_device, idle_cores
 from engine.fingerprints import fingerprint_of_examples, fingerprint_of_model
 from engine.models import check_context_length, load_any_policy, move, resolve_precision
-from environments.instances import load_environment, refuse_missing_columns, tools_of
+from environments.instances import load_environment, offer_tools, refuse_missing_columns
 from experience import Groups
 from reward_functions.loading import load_reward_functions, require_columns
 from rewards import extract_answer, is_missing, text_of
@@ -95,7 +95,8 @@ def sample_answers(
     device = best_device(args.device)
     config = section_of(args, GRPOConfig)
     model, tokenizer = load_any_policy(section_of(args, ModelConfig), trainable=False)
-    tokenizer.tools = tools_of(environment)               # for the chat template
+    to_stderr = partial(print, file=sys.stderr)
+    offer_tools(tokenizer, environment, to_stderr)
     policy = DevicePolicy(move(model, device), tokenizer)
     if args.evaluate or device.type == "xla":             # checking takes some seconds
         policy, _ = choose_engine(policy, ["1+1=?"], config)
@@ -103,7 +104,6 @@ def sample_answers(
     prompts = encode_prompts(problems, tokenizer, args.evaluate or "--question")
     refuse_wrong_ids(policy.model, tokenizer, prompts)
     check_context_length(policy.model, max(map(len, prompts)), config.generation_max_length)
-    to_stderr = partial(print, file=sys.stderr)
     idle_cores.choose_threads(to_stderr)
     return evaluation.sample_and_score_problems(
         policy, problems, config, Scoring(functions, config.weights, environment), seed=args.seed,

@@ -1,8 +1,7 @@
 """
 The training doctor: problems that the metrics of a run show at its end, and the flags to change.
 
-find_problems has a table of rules: a name, a condition on means over the first and the last tenth of the run,
-and the advice. To add a rule, add a row, and a history in tests/analysis/test_doctor.py.
+To add a rule, add a row to the table in find_problems, and a history in tests/analysis/test_doctor.py.
 """
 
 import math
@@ -13,11 +12,28 @@ from runs.groups import SUCCESS, mean_of
 LEAST = 10                      # with fewer rollouts, no rule is applied
 
 
-def means(rollouts: list[dict]) -> dict[str, float]:
-    """Return the mean of each metric over some rollouts; NaN for a missing metric.
+def diagnose(lines: list[dict], flags: dict) -> list[str]:
+    """Return a line that summarises a run, and the findings of find_problems.
 
-    Comparisons with NaN are False, so they lead to no finding.
+    lines  the lines of metrics.jsonl;  flags  the settings of the run by name, as in config.json
     """
+    rollouts = [line for line in lines if line["phase"] == "grpo"]
+    if not rollouts:
+        return []
+    size = max(5, len(rollouts) // 10)
+    tenths = [means(rollouts[i : i + size]) for i in range(0, len(rollouts), size)]
+    tenths.append(means(rollouts[-size:]))                # the last tenth may be shorter
+    start, end = tenths[0], tenths[-1]
+    right = next((f"reward/{name}" for name in SUCCESS if f"reward/{name}" in rollouts[-1]), "")
+    changes = [f"{name} {start[name]:.2f} -> {end[name]:.2f}" for name in ("mean_reward", right) if name]
+    changes.append(f"zero-variance groups {end['zero_variance_groups']:.0%}")
+    course = f"{', '.join(changes)} in {len(rollouts)} rollouts"
+    is_judged = len(rollouts) >= LEAST and flags["reward_functions"] != ["none"]     # not with a teacher
+    return [course, *(find_problems(tenths, right, flags) if is_judged else [])]
+
+
+def means(rollouts: list[dict]) -> dict[str, float]:
+    """Return the mean of each metric; NaN for a missing one, with which every comparison is False."""
     names = set().union(*rollouts)
     return defaultdict(lambda: math.nan, {name: mean_of(rollouts, name) for name in names})
 
@@ -30,25 +46,12 @@ def find_problems(tenths: list[dict], right: str, flags: dict) -> list[str]:
     def course(name: str, form: str = ".2f") -> str:
         return f"from {start[name]:{form}} to {end[name]:{form}}"
 
-    start, end = tenths[0], tenths[-1]
-    known = [tenth["mean_reward"] for tenth in tenths if not math.isnan(tenth["mean_reward"])]
-    best, reward = max(known, default=math.nan), end["mean_reward"]
-    # Improvement: more right completions than at the start or, if that is unknown, higher rewards.
-    goal = right or "mean_reward"
+    start, end, goal = tenths[0], tenths[-1], right or "mean_reward"
+    reward, before = end["mean_reward"], start["mean_reward"]
+    best = max((t["mean_reward"] for t in tenths if not math.isnan(t["mean_reward"])), default=math.nan)
     improves = end[goal] - start[goal] > 0.05 * abs(start[goal])
-    lost = max(0.05, 0.5 * abs(best), 0.5 * (best - start["mean_reward"]))       # of reward
-    # Functions are assumed to return 0 to 1, or -1 to 0 if mean_reward was never above 0, unless mean_reward
-    # was outside of that range.
-    weights = flags["reward_weights"] or [1.0] * len(flags["reward_functions"])
-    lowest = min(sum(weight for weight in weights if weight < 0), *known, 0)
-    highest = max(sum(weight for weight in weights if weight > 0), *known, 0)
-    if known and max(known) <= 0 and min(known) < 0:
-        lowest, highest = min(lowest, lowest - highest), 0
-    fewer_right = max(0.02, 0.2 * start[right])           # fall of the share in reward hacking
     longer = end["completion_tokens"] > 1.5 * start["completion_tokens"] and not improves
-    mostly_right = math.nan if right else float(reward > (lowest + highest) / 2)
-    is_cut = end["truncated"] > 0.3
-    no_signal = cause_of_no_signal(end | {"mostly_right": mostly_right}, flags)
+    is_cut, no_signal = end["truncated"] > 0.3, cause_of_no_signal(end, flags)
     higher_kl = f"a higher --kl_penalty_coef (now {flags['kl_penalty_coef']})"
     smaller_updates = (
         f"use a lower --learning_rate (now {flags['learning_rate'] or 'the default'}), fewer --ppo_epochs "
@@ -60,10 +63,10 @@ def find_problems(tenths: list[dict], right: str, flags: dict) -> list[str]:
         ("unscored", end["unscored"] > 0.1,
          f"{end['unscored']:.0%} of the completions could not be scored and have no advantage: look for the "
          "reason in rollouts.jsonl, reward_errors.jsonl or with --check"),
-        ("collapse", best - reward > lost,
+        ("collapse", best - reward > max(0.05, 0.5 * abs(best), 0.5 * (best - before)),
          f"mean_reward fell from its maximum, {best:.2f}, to {reward:.2f}: start a run from an earlier "
          f"checkpoint (--model_path), and {smaller_updates}"),
-        ("reward_hacking", reward > start["mean_reward"] and start[right] - end[right] > fewer_right,
+        ("reward_hacking", reward > before and start[right] - end[right] > max(0.02, 0.2 * start[right]),
          f"the reward rose {course('mean_reward')} and {right} fell {course(right)}: another reward "
          "function rewards something else; see --check, and lower its --reward_weights"),
         ("length", longer,
@@ -105,29 +108,7 @@ def cause_of_no_signal(
         return (f"none is right by {chosen} ({seen}): ask for the form of the answer by --instruction, or "
                 "use easier problems")
     text = f"{equal:.0%} of the groups have zero variance (equal rewards), so their advantages are 0: "
-    mostly_right = metrics.get("mostly_right", math.nan)
-    if mostly_right == 1 or metrics["zero_variance_right_groups"] > equal / 2:
+    if metrics["zero_variance_right_groups"] > equal / 2:
         return f"{text}all completions are right in most: use harder problems, or --dynamic_sampling 3"
-    return (f"{text}use easier problems, a reward function with partial credit, more --cold_start_steps or "
-            "more --num_completions_per_prompt")
-
-
-def diagnose(lines: list[dict], flags: dict) -> list[str]:
-    """Return a line that summarises a run, and the findings of find_problems.
-
-    lines  the lines of metrics.jsonl;  flags  the settings of the run by name, as in config.json
-    """
-    rollouts = [line for line in lines if line["phase"] == "grpo"]
-    if not rollouts:
-        return []
-    size = max(5, len(rollouts) // 10)
-    tenths = [means(rollouts[i : i + size]) for i in range(0, len(rollouts), size)]
-    tenths.append(means(rollouts[-size:]))                # the last tenth may be shorter
-    start, end = tenths[0], tenths[-1]
-    right = next((f"reward/{name}" for name in SUCCESS if f"reward/{name}" in rollouts[-1]), "")
-    changes = [f"{name} {start[name]:.2f} -> {end[name]:.2f}" for name in ("mean_reward", right) if name]
-    changes.append(f"zero-variance groups {end['zero_variance_groups']:.0%}")
-    course = f"{', '.join(changes)} in {len(rollouts)} rollouts"
-    if len(rollouts) < LEAST or flags["reward_functions"] == ["none"]:           # trained on a teacher
-        return [course]
-    return [course, *find_problems(tenths, right, flags)]
+    return (f"{text}use easier problems (harder ones, if rewards are high), a reward function with partial "
+            "credit, more --cold_start_steps or more --num_completions_per_prompt")

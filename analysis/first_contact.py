@@ -33,27 +33,24 @@ FORMS = {                       # how models mark answers: what is printed, and 
 
 
 def check(run) -> None:
-    """Print what a user has to know about a Run before it begins; see print_rewards for the table."""
-    has_rewards = run.reward_functions and run.config.grpo.reward_functions != ["none"]
+    """Print what a user has to know about a Run before it begins; the last line names a flag to change."""
+    notify, names = run.console.print, run.config.grpo.reward_functions
+    has_rewards = run.reward_functions and names != ["none"]
     groups, limit = sample_and_describe(run) if has_rewards else (None, 0)
     print_rewards(run, groups)
-    run.console.print("the model and the sampler agree: the start-up check has passed")
+    notify("the model and the sampler agree: the start-up check has passed")
     if groups:
-        counts = counts_of_right(groups, run.config)
-        of = f"right, of {len(groups.rollout.completions)}: "
-        run.console.print(of + (", ".join(f"{name} {n}" for name, n in counts.items()) or "not known"))
-        run.console.print(conclusion(run, groups, limit, counts))
-
-
-def conclusion(run, groups: Groups, limit: int, counts: dict[str, int]) -> str:
-    """Return the last sentence of --check. limit: where its completions were cut, in tokens"""
-    metrics = summarize_sampling(groups)
-    if run.phases[0].name != "grpo":
-        return "a cold start comes first, so completions will change"
-    if limit < run.config.grpo.generation_max_length and metrics["truncated"] > 0.3:
-        return f"{metrics['truncated']:.0%} had not ended after {limit} tokens: too slow here to judge them"
-    learns = "rewards differ within groups: there is something to learn"
-    return cause_of(metrics, run.config, groups, counts) or learns
+        metrics, counts = summarize_sampling(groups), counts_of_right(groups, run.config)
+        listed = ", ".join(f"{name} {count}" for name, count in counts.items()) or "not known"
+        notify(f"right, of {len(groups.rollout.completions)}: {listed}")
+        if run.phases[0].name != "grpo":
+            notify("a cold start comes first, so completions will change")
+        elif limit < run.config.grpo.generation_max_length and metrics["truncated"] > 0.3:
+            cut = f"{metrics['truncated']:.0%} had not ended after {limit} tokens"
+            notify(f"{cut}: too slow here to judge them")
+        else:
+            learns = "rewards differ within groups: there is something to learn"
+            notify(cause_of(metrics, run.config, groups, counts) or learns)
 
 
 def sample_and_describe(run) -> tuple[Groups, int]:
@@ -136,14 +133,9 @@ def time_of_run(run, sampling_seconds: float, seconds_per_row: float) -> str:
     config, steps = run.config, run.phases[-1].steps
     every, problems, size = config.training.eval_steps, len(run.eval_set), config.rollout_size
     evaluations = 2 + (steps // every if every else 0) if problems else 0
-    of_step = sampling_seconds + seconds_per_row * size * config.grpo.ppo_epochs
-    in_all = steps / config.updates_per_rollout * of_step
     batches = math.ceil(problems * config.training.eval_samples / size)          # of an evaluation
-    in_all += evaluations * batches * sampling_seconds
-    return (f"a step of {size} completions takes about {duration(of_step)}; {steps} updates and "
-            f"{evaluations} evaluations of {problems} problems about {duration(in_all)}, if lengths stay")
-
-
-def duration(seconds: float) -> str:
-    """Return a time as text, such as 0:01:30."""
-    return str(timedelta(seconds=round(seconds)))
+    of_step = sampling_seconds + seconds_per_row * size * config.grpo.ppo_epochs
+    of_run = steps / config.updates_per_rollout * of_step + evaluations * batches * sampling_seconds
+    of_step, of_run = (timedelta(seconds=round(seconds)) for seconds in (of_step, of_run))
+    return (f"a step of {size} completions takes about {of_step}; {steps} updates and {evaluations} "
+            f"evaluations of {problems} problems about {of_run}, if lengths stay")

@@ -1,8 +1,5 @@
 """
-Report on runs: a static HTML page about one run, and a table that compares several runs.
-
-    python infer.py --report RUN                                a run writes its own when it ends
-    python infer.py --report RUN RUN ...                        prints the table
+Report on runs: a static HTML page about one run (infer.py --report RUN), and a table that compares several.
 
 report.html beside this module is a Jinja template. Text of models and data sets is not trusted: Jinja escapes
 all that it inserts, and the page has no script; in text for a terminal, control characters are escaped.
@@ -54,23 +51,24 @@ def write_report(folder: Path) -> Path:
     config = DEFAULTS | read_settings(folder / "config.json")
     try:
         lines = read_jsonl(folder / "metrics.jsonl")
-        ends = {line["phase"]: line["step"] for line in lines if line["phase"] != "eval"}
-        curves, findings, steps = draw_curves(lines), diagnose(lines, config), read_groups(folder, config)
+        phases, curves, findings = ends_of_phases(lines), draw_curves(lines), diagnose(lines, config)
+        steps = read_groups(folder, config)
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
         message = f"--report: metrics.jsonl or rollouts.jsonl of {folder} is damaged"
         raise ValueError(f"{message}: {type(error).__name__}: {error}") from None
     if curves:
         (folder / "curves.png").write_bytes(curves)
     page = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    target = folder / "report.html"
-    replace_text(target, page.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
-        name=folder, phases=ends, curves=base64.b64encode(curves).decode(), findings=findings, steps=steps,
+    replace_text(folder / "report.html", page.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+        name=folder, phases=phases, curves=base64.b64encode(curves).decode(), findings=findings, steps=steps,
         settings=config, defaults=DEFAULTS,
     ))
-    return target
+    return folder / "report.html"
 
 
-# ---- curves ------------------------------------------------------------------------------------------------
+def ends_of_phases(lines: list[dict]) -> dict[str, int]:
+    """Return the last step of each phase."""
+    return {line["phase"]: line["step"] for line in lines if line["phase"] != "eval"}
 
 
 def draw_curves(lines: list[dict]) -> bytes:
@@ -86,14 +84,12 @@ def draw_curves(lines: list[dict]) -> bytes:
         for name, value in line.items():
             if type(value) in (int, float) and or_none(value) is not None:             # no bool
                 series.setdefault(name, {})[line["step"]] = value
-    shown = {
-        title: sorted(name for pattern in patterns for name in fnmatch.filter(series, pattern))
-        for title, patterns in PANELS.items()
-    }
-    panels = {title: metrics for title, metrics in shown.items() if metrics}
+    panels = {}
+    for title, patterns in PANELS.items():
+        if metrics := sorted(name for pattern in patterns for name in fnmatch.filter(series, pattern)):
+            panels[title] = metrics
     if not panels:
         return b""
-    ends = {line["phase"]: line["step"] for line in lines if line["phase"] != "eval"}
     num_rows, png = -(-len(panels) // 2), io.BytesIO()
     with rc_context({"text.parse_math": False}):          # names of metrics are not formulas
         figure, axes = Figure(figsize=(12, 2.5 * num_rows), layout="constrained"), None
@@ -105,7 +101,7 @@ def draw_curves(lines: list[dict]) -> bytes:
                 axes.plot([*values], [*values.values()], marker=marker, color=f"C{i}", label=metric)
                 limits = [*low.values()], [*high.values()]
                 axes.fill_between([*low], *limits, color=f"C{i}", alpha=0.2, linewidth=0)
-            for last_step in list(ends.values())[:-1]:    # of all phases but the last one
+            for last_step in [*ends_of_phases(lines).values()][:-1]:
                 axes.axvline(last_step + 1, color="grey", linestyle=":")
             axes.legend(fontsize="small")
         figure.supxlabel("optimiser step")
@@ -122,18 +118,16 @@ def read_groups(folder: Path, config: dict) -> list[dict]:
     Zero-variance groups come last. A completion is (its numbers as text, its tokens by tokens_of).
     """
     tokenizer, steps = find_tokenizer(folder, config), []
-    records, note = read_records(folder / "rollouts.jsonl", STEPS_SHOWN), ", zero variance"
+    records = read_records(folder / "rollouts.jsonl", STEPS_SHOWN)
     for step, of_step in groupby(records, key=lambda record: record["step"]):
         groups = [list(group) for _, group in groupby(of_step, key=lambda record: record["group"])]
         groups.sort(key=lambda group: bool(group[0]["zero_variance"]))
-        steps.append({"step": step, "groups": [
-            {
-                "title": f"step {step}, group {group[0]['group']}" + note * bool(group[0]["zero_variance"]),
-                "prompt": as_text(group[0]["prompt"]),
-                "completions": [(numbers_of(record), tokens_of(record, tokenizer)) for record in group],
-            }
-            for group in groups[:GROUPS_SHOWN]
-        ]})
+        shown = []
+        for first, *others in groups[:GROUPS_SHOWN]:
+            title = f"step {step}, group {first['group']}" + ", zero variance" * bool(first["zero_variance"])
+            completions = [(numbers_of(record), tokens_of(record, tokenizer)) for record in (first, *others)]
+            shown.append({"title": title, "prompt": as_text(first["prompt"]), "completions": completions})
+        steps.append({"step": step, "groups": shown})
     return steps
 
 
@@ -186,8 +180,8 @@ def token_text(tokenizer, token: int) -> str:
 def compare_runs(folders: list[Path]) -> str:
     """Return a table of runs: the settings that differ, and held-out results before and after training.
 
-    Intervals are of 95 %. Runs that differ only in the seed are adjacent, followed by their mean and their
-    range. Raises ValueError with one line if a folder is not a run with an evaluation.
+    Runs that differ only in the seed are adjacent, followed by their mean and their range. Raises ValueError
+    if a folder is not a run with an evaluation.
     """
     runs = []
     for folder in folders:
@@ -195,8 +189,7 @@ def compare_runs(folders: list[Path]) -> str:
         evaluations = [line for line in read_jsonl(folder / "metrics.jsonl") if line["phase"] == "eval"]
         if not evaluations:
             raise ValueError(f"--report: {folder} has no evaluation on held-out problems; see --eval_limit")
-        ends = {"before": evaluations[0], "after": evaluations[-1]}
-        runs.append({"folder": str(folder), "settings": settings} | ends)
+        runs.append(dict(folder=str(folder), settings=settings, before=evaluations[0], after=evaluations[-1]))
     names = [name for name in DEFAULTS if name not in OF_A_RUN]
     differ = [name for name in names if len({str(run["settings"][name]) for run in runs}) > 1]
     variants: dict[tuple, list[dict]] = {}

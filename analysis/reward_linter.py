@@ -53,11 +53,10 @@ def lint(
     functions: list[Callable], grpo_config, examples: list[dict], model, tokenizer,
     sampled: Groups | None = None,
 ) -> tuple[list[str], list[str]]:
-    """Score the kinds of completions of examples as a run with this GRPOConfig scores sampled completions.
+    """Score the kinds of completions of examples as a run scores sampled completions. Return the lines of
+    the table (mean rewards by function and kind), and warnings about their sum.
 
     sampled  groups of the model, for another column
-    returns  the lines of the table (mean rewards by function and kind), and warnings about their sum
-    raises   ValueError if no completion is scored
     """
     kinds, rows = [], []
     for i, example in enumerate(examples):
@@ -101,9 +100,7 @@ def flags_of(means: dict[str, float]) -> list[str]:
 
 
 def doubtful_answers(examples: list[dict]) -> list[str]:
-    """Return a warning for each kind of answer that may be misread. The table cannot show this, because its
-    gold is made from the answer as it was read.
-    """
+    """Return a warning for each kind of answer that may be misread, which the table cannot show."""
     rows = [(row["answer"], row["prompt"]) for row in examples if isinstance(row.get("answer"), str)]
     numbers = [(answer, as_text(prompt)) for answer, prompt in rows if as_number(answer) is not None]
     kinds = {

@@ -1,15 +1,11 @@
 """
 Conversations: the policy and an environment take turns, up to --max_turns turns of the policy.
 
-An environment is either a class, of which each conversation has an instance (environments/instances.py), or a
-function of the conversation so far, which is a list of chat messages that ends with the policy's message:
+    def respond(conversation, **columns) -> str | dict | None          the next message; None ends it
+    def respond(conversation, **columns) -> tuple[..., float]          also rewards the turn
 
-    def respond(conversation, **columns) -> str | dict | None
-
-The function returns the next user message as text, or a chat message such as {"role": "tool", "content":
-"132"}, or None to end the conversation; to reward the turn, it returns the pair (one of these, reward). It
-receives the columns of the example that its parameters name. It is called after every turn that the policy
-has ended itself, including the last turn, which can then get a reward.
+An environment is such a function of the chat messages so far, or a class, of which each conversation has an
+instance (environments/instances.py). It is called after every turn that the policy has ended itself.
 
 Sampled tokens are never decoded and encoded again: an environment's message is encoded separately, then
 appended (environments/messages.py), and the key-value cache is extended. Calls run one after the other.
@@ -18,7 +14,7 @@ appended (environments/messages.py), and the key-value cache is extended. Calls 
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -38,17 +34,17 @@ MAX_MESSAGE_CHARACTERS = 4000   # limit of an environment's message; a note repl
 
 def sample_with_environment(
     policy, environment: Callable, examples: list[dict], grpo_config, seeds: Sequence[tuple], *,
-    num_completions: int | None = None,
+    num_completions: int | None = None, max_prompt_length: float = math.inf,
 ) -> Rollout:
     """Sample a group of conversations for each example's prompt: a completion is a list of messages.
 
-    policy   a Policy;  grpo_config  a GRPOConfig;  seeds  a tuple for each prompt
+    max_prompt_length  in tokens, with the text of reset
     returns  a rollout; if environment is a class, its instances, rollout.environments, are still open
     """
     group_size = num_completions or grpo_config.num_completions_per_prompt
     stops = stop_token_ids(policy.model, policy.tokenizer)
     conversations = Conversations(
-        policy.tokenizer, environment, examples, grpo_config, stops, seeds, group_size)
+        policy.tokenizer, environment, examples, grpo_config, stops, seeds, group_size, max_prompt_length)
     try:
         conversations.restart()
         rollout = policy.sample(
@@ -59,49 +55,47 @@ def sample_with_environment(
         raise
 
 
+@dataclass
 class Conversations:
     """The conversations of a rollout, each with its environment. Policy.sample calls this object as reply."""
 
-    def __init__(
-        self, tokenizer, environment: Callable, examples: list[dict], grpo_config, stops: list[int],
-        seeds: Sequence[tuple], group_size: int = 1,
-    ):
-        """Prepare group_size conversations for each example; restart begins them.
-
-        stops  stop token ids;  seeds  seeds of `random` in reset, one for each example
-        """
-        self.tokenizer, self.environment, self.examples = tokenizer, environment, examples
-        self.config, self.stops, self.seeds, self.group_size = grpo_config, stops, seeds, group_size
-        self.prompts: list = []                           # one for each example, for Policy.sample
-        self.instances: list = []                         # of the class, one for each conversation
-        self.each: list[Conversation] = []
+    tokenizer: object
+    environment: Callable
+    examples: list[dict]
+    config: object              # a GRPOConfig
+    stops: list[int]            # stop token ids
+    seeds: Sequence[tuple]      # of `random` in reset, one for each example
+    group_size: int = 1
+    max_prompt_length: float = math.inf
+    prompts: list = field(default_factory=list)           # one for each example, for Policy.sample
+    instances: list[Instance] = field(default_factory=list)          # of a class, one for each conversation
+    each: list["Conversation"] = field(default_factory=list)
 
     def restart(self) -> None:
         """Begin all conversations; begin them again if sampling is repeated. Create and reset instances."""
         self.close()
-        rows = [example for example in self.examples for _ in range(self.group_size)]
+        size, name = self.group_size, self.config.environment
+        rows = [example for example in self.examples for _ in range(size)]
         prompts = [example["prompt"] for example in self.examples]
         if inspect.isclass(self.environment):
             responds = self.instances = [Instance(example, self.config.reward_timeout) for example in rows]
-            size, name = self.group_size, self.config.environment
             prompts = [
                 start_group(self.environment, responds[p * size : (p + 1) * size], str(seed), name)
                 for p, seed in enumerate(self.seeds)]
-            longest = max(len(encode_prompt(self.tokenizer, prompt)) for prompt in prompts)
-            if longest > (limit := getattr(self.tokenizer, "max_prompt_length", longest)):
-                raise RunError(
-                    f"environment {name}: with the text of reset a prompt has {longest} tokens, more than "
-                    f"--max_prompt_length={limit}; raise it, or let reset return less.")
         else:
             responds = responders(self.environment, rows)
         # Changed in place, because a repetition of sampling reads the same list.
         self.prompts[:] = [
             example | {"prompt": prompt} for example, prompt in zip(self.examples, prompts, strict=True)]
-        opened = [opened_thought(self.tokenizer, encode_prompt(self.tokenizer, p)) for p in self.prompts]
+        encoded = [encode_prompt(self.tokenizer, prompt) for prompt in self.prompts]
+        if (longest := max(map(len, encoded))) > self.max_prompt_length:
+            raise RunError(
+                f"environment {name}: with the text of reset a prompt has {longest} tokens, more than "
+                f"--max_prompt_length={self.max_prompt_length}; raise it, or let reset return less.")
+        opened = [opened_thought(self.tokenizer, ids) for ids in encoded]
         self.each = [
             Conversation(
-                self.tokenizer, prompts[row // self.group_size], respond, self.config, self.stops,
-                opened[row // self.group_size])
+                self.tokenizer, prompts[row // size], respond, self.config, self.stops, opened[row // size])
             for row, respond in enumerate(responds)]
 
     def __call__(self, row: int, ids: list[int]) -> list[int]:
@@ -128,23 +122,25 @@ class Conversations:
         close_all([instance.environment for instance in self.instances], self.config.reward_timeout)
 
 
+@dataclass
 class Conversation:
     """The state of one conversation while it is sampled."""
 
-    def __init__(
-        self, tokenizer, prompt, respond: Callable, grpo_config, stops: list[int], opened: str = ""
-    ):
-        """respond: a function of messages, or an Instance; opened: the <think> at the end of the prompt."""
-        self.tokenizer, self.prompt, self.respond = tokenizer, prompt, respond
-        self.config, self.stops = grpo_config, stops
-        self.environment = getattr(respond, "environment", None)     # the instance of a class
-        self.opened = opened                              # <think>, if the template opened it for this turn
-        self.messages = list(as_messages(prompt))         # a copy: messages are appended
+    tokenizer: object
+    prompt: str | list[dict]
+    respond: Callable           # a function of messages, or an Instance
+    config: object              # a GRPOConfig
+    stops: list[int]            # stop token ids
+    opened: str = ""            # <think>, if the template opened it for this turn
+    turn_start: int = 0         # start of the current turn, in tokens after the prompt
+    num_turns: int = 0          # turns that the policy has ended
+    turn_points: dict[int, float] = field(default_factory=dict)      # position of a turn's end -> reward
+    too_long: bool = False      # ended because a message did not fit the length limit
+
+    def __post_init__(self):
+        self.environment = getattr(self.respond, "environment", None)            # the instance of a class
+        self.messages = list(as_messages(self.prompt))    # a copy: messages are appended
         self.num_prompt_messages = len(self.messages)
-        self.turn_start = 0                         # start of the current turn, in tokens after the prompt
-        self.num_turns = 0                                # turns that the policy has ended
-        self.turn_points: dict[int, float] = {}           # position of a turn's last token -> reward
-        self.too_long = False                           # ended because a message did not fit the length limit
 
     def end_turn(self, ids: list[int]) -> list[int]:
         """Return the tokens of the environment's message after a turn of the policy, or [] at the end.
@@ -168,7 +164,6 @@ class Conversation:
         return reply
 
     def text_of_turn(self, ids: list[int]) -> str:
-        """Return the text of the policy's current turn."""
         return self.opened + decode_completion(self.tokenizer, ids)
 
     def environment_step(self, text: str) -> tuple[dict | None, float]:
@@ -184,10 +179,8 @@ class Conversation:
         return self.attempt(lambda: (None, self.respond.new_reward(at_end=True)))[1]
 
     def attempt(self, call: Callable) -> tuple[dict | None, float]:
-        """Return the message and the reward of a call.
-
-        If it raises, or an instance takes too long, raise RunError; with --reward_errors none, end the
-        conversation with NaN.
+        """Return the message and the reward of a call. If it raises, or takes too long, raise RunError; with
+        --reward_errors none, end the conversation with NaN.
         """
         try:
             with exits_as_errors():

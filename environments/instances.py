@@ -3,9 +3,8 @@ Load environments by name or from a file, and check the columns that they need. 
 a class, and every conversation gets its own instance.
 
 The interface is that of TRL's environment_factory, see docs/conversations.md. Instances are called one after
-the other in the main thread, because sqlite3 and browsers must stay in the thread that opened them. Each call
-has a time limit. During reset, `random` has the same seed for all completions of a prompt. Not supported:
-concurrent calls, reuse of instances, images, a dict of several classes.
+the other in the main thread, because sqlite3 and browsers must stay in the thread that opened them. Not
+supported: concurrent calls, reuse of instances, images, a dict of several classes.
 """
 
 import inspect
@@ -18,13 +17,14 @@ from types import MethodType
 from transformers.utils import get_json_schema
 
 from engine.errors import RunError, exits_as_errors
-from environments.tools import answer_calls, await_result, calculate, guess_letter, python, with_tools
+from environments.tools import (
+    answer_calls, await_result, calculate, guess_letter, python, unread_calls, with_tools)
 from reward_functions.calling import accepted, call_with_timeout, columns_of, missing_columns
 from reward_functions.loading import as_name, function_from_file
 from reward_functions.sandbox import run_python
 
 BUILT_IN = {"calculator": with_tools(calculate), "python": with_tools(python), "guess_letter": guess_letter}
-NO_TOOLS = "reset", "get_reward", "close"                 # public methods that the model cannot call
+NO_TOOLS = {"reset", "get_reward", "close"}               # public methods that the model cannot call
 SECONDS_PER_CALL = 60.0         # without --reward_timeout
 
 
@@ -36,14 +36,14 @@ class Instance:
         self.environment = self.error = None
         self.total = 0.0                                  # reward so far
 
-    def begin(self, environment_class: type, seed: str) -> str | None:
+    def begin(self, environment_class: type, seed: str) -> str:
         """Create and reset the instance. Return the text to append to the prompt."""
         self.environment = environment_class()
         random.seed(seed)
         text = self.environment.reset(**accepted(self.environment.reset, self.example))
         if not isinstance(text, str | None):
             raise TypeError(f"reset returned {text!r:.60}, neither text nor None")
-        return text
+        return text or ""
 
     def __call__(self, conversation: list[dict]) -> tuple[dict | None, float]:
         """Execute the tool calls of the last message. Return a message with results, and the new reward."""
@@ -64,14 +64,14 @@ class Instance:
 def start_group(environment_class: type, group: list[Instance], seed: str, name: str) -> str | list[dict]:
     """Begin the instances of a prompt. Return the prompt, followed by the text that reset returns.
 
-    name    of the environment;  raises  RunError if the texts differ, because a group shares one prompt
+    Raises RunError if the texts differ, because a group shares one prompt.
     """
     texts, state = [], random.getstate()
     for instance in group:
         try:
             with exits_as_errors():
                 begin = partial(instance.begin, environment_class, seed)
-                texts.append(call_with_timeout(instance.seconds, begin) or "")
+                texts.append(call_with_timeout(instance.seconds, begin))
         except Exception as error:
             instance.error = error
     random.setstate(state)
@@ -95,6 +95,9 @@ def close_all(environments: list, reward_timeout: float) -> None:
                 call_with_timeout(reward_timeout or SECONDS_PER_CALL, environment.close)
 
 
+# ---- tools -------------------------------------------------------------------------------------------------
+
+
 def public_methods(environment_class: type, owner) -> dict[str, Callable]:
     """Return the methods that are tools by name, bound to an owner."""
     names = [name for name in dir(environment_class) if not name.startswith("_") and name not in NO_TOOLS]
@@ -103,46 +106,43 @@ def public_methods(environment_class: type, owner) -> dict[str, Callable]:
 
 
 def tools_of(environment: Callable | None) -> list[Callable] | None:
-    """Return the tools of a function or class, for chat templates."""
+    """Return the tools of a function or class."""
     if inspect.isclass(environment):
         return list(public_methods(environment, environment).values())
     return getattr(environment, "tools", None)
 
 
-def refuse_class(name: str, environment: type) -> None:
-    """Raise ValueError if conversations cannot have instances of a class."""
-    try:
-        inspect.signature(environment).bind()             # without arguments
-        schemas = [get_json_schema(tool) for tool in tools_of(environment)]
-    except Exception as error:
-        raise ValueError(f"--environment={name}: {error}".replace("\n", " ")) from None
-    if not schemas or not callable(getattr(environment, "reset", None)):
-        raise ValueError(f"--environment={name}: the class needs a method reset, and one that is a tool")
+def offer_tools(tokenizer, environment: Callable | None, notify: Callable) -> None:
+    """Let the chat template list an environment's tools. Print a note if calls in its form are not read."""
+    tokenizer.tools = tools_of(environment)
+    if tokenizer.tools and tokenizer.chat_template and (text := unread_calls(tokenizer, tokenizer.tools)):
+        notify("  note   tool calls in the form of the chat template are not read and end a conversation: "
+               f"{text!r:.120}")
 
 
 # ---- choosing an environment -------------------------------------------------------------------------------
 
 
 def load_environment(name: str | Callable) -> Callable | None:
-    """Return a built-in environment by name, or the function or class of `path/to/file.py:name`; None for "".
+    """Return a built-in environment by name, that of `path/to/file.py:name`, or a given one; None for "".
 
-    A function or class is returned as it is. Raises ValueError if it cannot be an environment, or if the
-    sandbox that `python` needs is missing.
+    Raises ValueError if it cannot be an environment, or if the sandbox that `python` needs is missing.
     """
-    if name == "python":
-        try:
-            run_python("")
-        except RuntimeError as error:
-            raise ValueError(f"--environment=python: {error}; or use calculator") from None
     environment = name if callable(name) else BUILT_IN.get(name)
     if name and environment is None:
         environment = function_from_file("environment", name, tuple(BUILT_IN))
-    if inspect.isclass(environment):
-        refuse_class(as_name(name), environment)
-    elif environment is not None and not inspect.signature(environment).parameters:
-        raise ValueError(
-            f"--environment={as_name(name)}: must take the conversation, a list of chat messages, as first "
-            "argument")
+    try:
+        if name == "python":
+            run_python("")
+        if inspect.isclass(environment):
+            inspect.signature(environment).bind()         # without arguments
+            schemas = [get_json_schema(tool) for tool in tools_of(environment)]
+            if not schemas or not callable(getattr(environment, "reset", None)):
+                raise ValueError("the class needs a method reset, and one that is a tool")
+        elif environment is not None and not inspect.signature(environment).parameters:
+            raise ValueError("must take the conversation, a list of chat messages, as first argument")
+    except Exception as error:
+        raise ValueError(f"--environment={as_name(name)}: {error}".replace("\n", " ")) from None
     return environment
 
 

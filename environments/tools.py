@@ -6,27 +6,24 @@ import json
 import math
 import operator
 import re
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
 from environments.messages import text_of_turn
 from reward_functions.answers import fenced_blocks
-from reward_functions.arithmetic import OPERATORS
+from reward_functions.arithmetic import OPERATORS, value_of
 from reward_functions.calling import start_coroutine, wait_for
 from reward_functions.sandbox import run_python
 from rewards import after_thoughts, extract_answer
 
 MAX_CHARACTERS = 200            # of an expression; this also bounds how deep the parser recurses
 MAX_POWER_BITS = 4096           # limit of the result of ** with whole numbers
-SECONDS_PER_MESSAGE = 10.0      # for all tool calls of a message; calls after that are not run
 
 
 def with_tools(*functions: Callable) -> Callable:
-    """Return an environment that executes tool calls. A message without a call ends the conversation.
-
-    functions  must have type hints and a docstring with "Args:", which chat templates show to the model
+    """Return an environment that executes calls of functions, which need type hints and a docstring with
+    "Args:". A message without a call ends the conversation.
     """
     respond = partial(answer_calls, functions={function.__name__: function for function in functions})
     respond.tools = list(functions)
@@ -40,8 +37,7 @@ def answer_calls(conversation: list[dict], functions: dict[str, Callable]) -> di
 
 
 def run_calls(text: str, functions: dict[str, Callable]) -> list[str]:
-    """Return the results, or error messages, of all tool calls in a message; [] if there are none. Calls in
-    thoughts are drafts.
+    """Return the results, or error messages, of all tool calls in a message, but not in its thoughts.
 
     <tool_call>{"name": "calculate", "arguments": {"expression": "47+85"}}</tool_call>       Hermes and Qwen
     {"name": "calculate", "parameters": ...}    as a whole message (Llama 3), or in fenced blocks
@@ -49,8 +45,7 @@ def run_calls(text: str, functions: dict[str, Callable]) -> list[str]:
     """
     text = after_thoughts(text).rstrip()
     if calls := json_calls(text, functions):
-        deadline, late = time.monotonic() + SECONDS_PER_MESSAGE, "error: too much time in one message"
-        return [run_json_call(call, functions) if time.monotonic() < deadline else late for call in calls]
+        return [run_json_call(call, functions) for call in calls]
     starts = [found.start() for found in re.finditer(rf"\b({'|'.join(functions)})\(", text)]
     return [run_text_call(text[starts[-1] :], functions)] if starts and text.endswith(")") else []
 
@@ -69,7 +64,7 @@ def json_calls(text: str, functions: dict[str, Callable]) -> list[str]:
 
 
 def unread_calls(tokenizer, tools: list[Callable]) -> str:
-    """Return a note if run_calls does not read a call of a tool as the chat template writes it, else ""."""
+    """Return a call of a tool as the chat template writes it, if run_calls does not read it, else ""."""
     name, arguments = tools[0].__name__, {"made": "up"}
     call = {"type": "function", "id": "madeup000", "function": {"name": name, "arguments": arguments}}
     question = [{"role": "user", "content": "question"}]
@@ -77,9 +72,7 @@ def unread_calls(tokenizer, tools: list[Callable]) -> str:
         text = text_of_turn(tokenizer, question, {"role": "assistant", "content": "", "tool_calls": [call]})
     except ValueError:                                    # the template writes no calls
         return ""
-    if run_calls(text, {name: lambda **given: given}) == [str(arguments)]:
-        return ""
-    return f"tool calls in the form of the chat template are not read and end a conversation: {text!r:.120}"
+    return "" if run_calls(text, {name: lambda **given: given}) == [str(arguments)] else text
 
 
 def run_text_call(text: str, functions: dict[str, Callable]) -> str:
@@ -135,22 +128,10 @@ def calculate(expression: str) -> str:
     """
     if len(expression) > MAX_CHARACTERS:
         raise ValueError(f"more than {MAX_CHARACTERS} characters")
-    result = compute(ast.parse(expression.strip(), mode="eval").body)
+    result = value_of(ast.parse(expression.strip(), mode="eval").body, CALCULATOR_OPERATORS, lambda x: x)
     if isinstance(result, complex):
         raise ValueError("not a real number")
     return str(result) if isinstance(result, int) else f"{result:.12g}"
-
-
-def compute(node: ast.expr) -> float:
-    """Evaluate an expression from its syntax tree. No code is run."""
-    match node:
-        case ast.Constant(int() | float() as number) if not isinstance(number, bool):
-            return number
-        case ast.UnaryOp(op, operand) if type(op) in CALCULATOR_OPERATORS:
-            return CALCULATOR_OPERATORS[type(op)](compute(operand))
-        case ast.BinOp(left, op, right) if type(op) in CALCULATOR_OPERATORS:
-            return CALCULATOR_OPERATORS[type(op)](compute(left), compute(right))
-    raise ValueError("only numbers with + - * / // % ** and parentheses")
 
 
 def limited_power(base, exponent):

@@ -1,6 +1,6 @@
 """
-Helpers of this package's reward functions: lists in the data, marks around an answer, and fenced blocks. What
-the answer of a completion is, rewards.py says. A model may print anything, so nothing here raises.
+Lists in the data, marks around an answer, and fenced blocks, for reward functions; rewards.py says what the
+answer of a completion is. A model may print anything, so nothing here raises.
 """
 
 import ast
@@ -17,9 +17,7 @@ BLOCK = re.compile(r"(?<![`~])(`{3,}|~{3,})([^`~\n]*)\n(.*?)(?:\1|\Z)", re.DOTAL
 
 
 def as_texts(value) -> list[str]:
-    """Return a list in the data, or the text of one, as texts. Another text or a number becomes a list; a
-    missing value, [].
-    """
+    """Return a list, or the text of one, as texts; [] for a missing value, else a list of the only value."""
     if is_missing(value):
         return []
     value = value if not isinstance(value, str) or (listed := as_list(value)) is None else listed
@@ -51,9 +49,7 @@ def answer_text(text: str) -> str:
 
 
 def fenced_blocks(text: str, language: str) -> list[str]:
-    """Return the fenced blocks of a language in answer_text, else those without a language. language: a
-    pattern that the line of the opening fence begins with.
-    """
+    """Return the fenced blocks of a language (a pattern) in answer_text, else those without a language."""
     blocks = [(name.strip(), textwrap.dedent(code)) for _, name, code in BLOCK.findall(answer_text(text))]
     named = [code for name, code in blocks if re.match(language, name, re.IGNORECASE)]
     return named or [code for name, code in blocks if not name]

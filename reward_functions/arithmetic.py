@@ -3,6 +3,7 @@
 import ast
 import operator
 import re
+from collections.abc import Callable
 from contextlib import suppress
 from fractions import Fraction
 
@@ -38,15 +39,19 @@ def exact_value(text: str) -> tuple[Fraction | None, list[int]]:
     if not re.fullmatch(r"[0-9+\-*/() ]{1,200}", text):   # no names, no decimals, no warnings from the parser
         return None, []
     with suppress(SyntaxError, ValueError, ZeroDivisionError):
-        return value_of(ast.parse(text.strip(), mode="eval").body), list(map(int, re.findall("[0-9]+", text)))
+        value = value_of(ast.parse(text.strip(), mode="eval").body, OPERATORS, Fraction)
+        return value, list(map(int, re.findall("[0-9]+", text)))
     return None, []
 
 
-def value_of(node: ast.expr) -> Fraction:
+def value_of(node: ast.expr, operators: dict, number: Callable):
     """Evaluate an expression from its syntax tree. No code is run. Raise ValueError for other operations."""
     match node:
-        case ast.Constant(int() as number):
-            return Fraction(number)
-        case ast.BinOp(left, op, right) if type(op) in OPERATORS:
-            return OPERATORS[type(op)](value_of(left), value_of(right))
-    raise ValueError
+        case ast.Constant(int() | float() as value) if not isinstance(value, bool):
+            return number(value)
+        case ast.UnaryOp(op, operand) if type(op) in operators:
+            return operators[type(op)](value_of(operand, operators, number))
+        case ast.BinOp(left, op, right) if type(op) in operators:
+            values = (value_of(side, operators, number) for side in (left, right))
+            return operators[type(op)](*values)
+    raise ValueError("only numbers, operators and parentheses")

@@ -44,7 +44,7 @@ class OutOfTime(KeyboardInterrupt):
 
 @dataclass
 class Reports:
-    """Reports of reward function calls about B completions, besides rewards."""
+    """What the calls of reward functions for B completions report, besides rewards."""
 
     extra: list[dict] = field(default_factory=list)       # B, name -> value, from log_extra
     metrics: list[tuple[str, float]] = field(default_factory=list)               # from log_metric
@@ -58,7 +58,7 @@ class Reports:
             row[name] = value
 
     def log_metric(self, name: str, value: float) -> None:
-        """Record a number for metrics.jsonl, which has the mean over the calls of a step."""
+        """Record a number; metrics.jsonl has its mean over the calls of a step."""
         self.metrics.append((name, float(value)))
 
     def means(self) -> dict[str, float]:
@@ -72,15 +72,12 @@ class Reports:
 def wrap_reward_functions(
     functions: list[Callable], rollout, grpo_config, trainer_state=None
 ) -> tuple[list[Callable], Reports]:
-    """Return functions for compute_rewards_for_completions that call the given ones, and their reports.
+    """Return functions for compute_rewards_for_completions that call the given ones, and their reports,
+    which are filled during the calls.
 
-    rollout   if it has turn_points (B, T), functions get the rewards of a conversation's turns, and one with
-              NaN among them is unscored: its environment raised. environments are passed on
-    grpo_config  a GRPOConfig. reward_errors "raise": stop, naming the function and its error; "none": leave
-              all B completions unscored. reward_timeout: seconds for one call, after which it counts as an
-              error; 0: no limit
+    rollout        a conversation with NaN among the rewards of its turns is unscored: its environment raised
+    grpo_config    has reward_errors and reward_timeout
     trainer_state  global_step, max_steps and epoch, as in TRL; None: step 0 of 1
-    returns   functions with the same names; reports, which are filled during the calls
     """
     mask, turn_points = rollout.completion_mask, rollout.turn_points
     reports = Reports([{} for _ in mask])
@@ -119,20 +116,21 @@ def start_scoring(function: Callable, arguments: dict, reports: Reports, grpo_co
     absent = dict.fromkeys(missing_columns(function, {*arguments}), [None] * len(completions))
     own = absent | accepted(function, arguments)
     own = {name: list(value) if isinstance(value, list) else value for name, value in own.items()}
+    call = partial(function, **own)
 
     async def call_async():
         with exits_as_errors():                           # SystemExit would end the event loop
             return await function(**own)
 
-    is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
-    if is_async:
+    if any(map(inspect.iscoroutinefunction, (function, type(function).__call__))):
         reports.running.append(start_coroutine(call_async()))
-    call = partial(wait_for, reports.running[-1]) if is_async else exits_as_errors()(partial(function, **own))
+        call = partial(wait_for, reports.running[-1])
 
     def result() -> list[float | None]:
         try:
-            result = call_with_timeout(grpo_config.reward_timeout, call)
-            return parse_rewards(result, name_of(function), reports)
+            with exits_as_errors():
+                returned = call_with_timeout(grpo_config.reward_timeout, call)
+            return parse_rewards(returned, name_of(function), reports)
         except Exception as error:
             if grpo_config.reward_errors == "raise":
                 for future in reports.running:            # of functions that have not been waited for
@@ -187,6 +185,14 @@ def missing_columns(function: Callable, columns: set[str]) -> list[str]:
 # ---- calls -------------------------------------------------------------------------------------------------
 
 
+@cache
+def event_loop() -> asyncio.AbstractEventLoop:
+    """Return the event loop of all async functions, in a thread: clients that they keep need one loop."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    return loop
+
+
 def start_coroutine(coroutine: Coroutine) -> Future:
     """Start a coroutine, to run beside others. Return its future result."""
     return asyncio.run_coroutine_threadsafe(coroutine, event_loop())
@@ -200,20 +206,12 @@ def wait_for(future: Future):
         future.cancel()
 
 
-@cache
-def event_loop() -> asyncio.AbstractEventLoop:
-    """Return the event loop of all async functions, in a thread: clients that they keep need one loop."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, daemon=True).start()
-    return loop
-
-
 def call_with_timeout(seconds: float, call: Callable):
     """Return call(), or raise NoResult after that many seconds; 0: no limit.
 
-    A timer signal interrupts Python code, waiting and regular expressions, but no other C code, and only in
-    the main thread: in other threads, and after a function's own signal.alarm, there is no limit. Threads are
-    no alternative: they cannot be stopped, and functions that set an alarm (math-verify) fail in them.
+    A timer signal interrupts Python code, waiting and regular expressions, but no other C code. There is no
+    limit in other threads than the main one, and after a function's own signal.alarm. Threads are no
+    alternative: they cannot be stopped, and functions that set an alarm (math-verify) fail in them.
     """
     if not seconds or threading.current_thread() is not threading.main_thread():
         return call()
@@ -235,10 +233,8 @@ def call_with_timeout(seconds: float, call: Callable):
 
 
 def parse_rewards(returned, name: str, reports: Reports) -> list[float | None]:
-    """Convert the result of a function to rewards, with None for NaN.
-
-    verl's functions return a dict for each completion, with the reward as `score`. All its values are logged
-    as name/key, and the means of numbers as reward/name/key.
+    """Convert the result of a function to rewards, with None for NaN. Of dicts, as verl's functions return,
+    `score` is the reward; all values are logged as name/key, and the means of numbers as reward/name/key.
     """
     outputs: dict[str, list] = {}
     if isinstance(returned, list) and any(isinstance(row, dict) for row in returned):
@@ -257,7 +253,7 @@ def parse_rewards(returned, name: str, reports: Reports) -> list[float | None]:
 
 def error_message(function: Callable, error: Exception, completions: list) -> str:
     """Return a line with the function, its error with file and line, a completion, and how to fix it."""
-    name = name_of(function)
+    name, first = name_of(function), completions[0]
     if isinstance(error, NoResult):
         return f"reward function {name}: {error}"
     frames = traceback.extract_tb(error.__traceback__)
@@ -265,5 +261,7 @@ def error_message(function: Callable, error: Exception, completions: list) -> st
     frame = (own or frames)[-1]
     where = f"{Path(frame.filename).name}, line {frame.lineno}"
     fix = "Return None for completions that it cannot score, or pass --reward_errors none."
-    first = f"on {len(completions)} completions, the first is {text_of(completions[0])!r:.80}"
-    return f"reward function {name} raised {in_one_line(error)} ({where}); {first}. {fix}"
+    if isinstance(first, str) and "string indices must be integers" in str(error):
+        fix = "Completions are texts because the prompts are; pass prompts as messages."
+    example = f"on {len(completions)} completions, the first is {text_of(first)!r:.80}"
+    return f"reward function {name} raised {in_one_line(error)} ({where}); {example}. {fix}"

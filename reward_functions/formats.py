@@ -35,20 +35,31 @@ def last_number(completions, answer, **columns) -> list[float | None]:
 
 def multiple_choice(completions, answer, choices=None, **columns) -> list[float | None]:
     """Return 1 if the answer, tagged or boxed, names the right choice, else 0; None if the column `answer`
-    names no choice.
+    names no choice. Without tags and boxes, stated_choice is the answer.
 
     "B", "(b)", "**B**", "B) four", "B - four", "Option B" and "答案:B" name choice B; so does its text if the
     column `choices` is a list of texts. Texts take precedence over letters.
 
-    multiple_choice(["<answer>(b)</answer>"], answer=["B"]) == [1.0]
+    multiple_choice(["<answer>(b)</answer>", "The answer is B."], answer=["B", "B"]) == [1.0, 1.0]
     {"prompt": "2+2? A) 3 B) 4", "answer": "B", "choices": ["3", "4"]}
     """
-
     def reward(text: str, truth, options: list[str]) -> float | None:
-        given, right = extract_answer(text), choice_of(truth, options)
-        return None if right is None else float(given is not None and choice_of(given, options) == right)
+        given, right = extract_answer(text) or stated_choice(text), choice_of(truth, options)
+        return None if right is None else float(choice_of(given, options) == right)
 
     return score_each(reward, completions, answer, map(as_texts, choices or [None] * len(completions)))
+
+
+def stated_choice(text: str) -> str:
+    """Return the end of a text from the word "answer" in its last line, all of it if it is a single line.
+
+    stated_choice("Rome is in Italy.\\n\\nSo the correct answer is **B**.") == "answer is **B**."
+    """
+    *before, last = after_thoughts(text).strip().splitlines() or [""]
+    found = re.search("(?i)(answer|答案)(?!.*(answer|答案)).*", last[-LONGEST_CHOICE:])
+    if "answer>" in text or (before and not found):
+        return ""
+    return found[0] if found else last
 
 
 def choice_of(answer, options: list[str]) -> str | None:
@@ -76,10 +87,9 @@ def answer_pattern(completions, pattern, **columns) -> list[float | None]:
 
 
 def json_format(completions, schema=None, **columns) -> list[float]:
-    """Return 1 if the completion is JSON, and valid under the JSON Schema in the column `schema` (an object
-    or its text), if there is one, according to the package jsonschema; else 0.
-
-    The JSON is the last fenced block, else the tagged answer, else the text after thoughts.
+    """Return 1 if the completion is JSON, and follows the JSON Schema in the column `schema` (an object or
+    its text), if there is one; else 0. The JSON is the last fenced block, else the tagged answer, else the
+    text after thoughts.
 
     json_format(['{"x": 1}', "{x: 1}"], schema=[{"required": ["x"]}, None]) == [1.0, 0.0]
     {"prompt": "Where is the mouse? Answer in JSON.", "schema": {"required": ["x", "y"]}}
@@ -137,8 +147,5 @@ def environment(completions, turn_points=None, **columns) -> list[float]:
 
 
 def none(completions, **columns) -> list[float]:
-    """Return 0 for each: the only loss is then the KL to a reference (docs/recipes.md, A teacher).
-
-    none(["a", "b"]) == [0.0, 0.0]
-    """
+    """Return 0 for each: the only loss is then the KL to a reference (docs/recipes.md, A teacher)."""
     return [0.0] * len(completions)

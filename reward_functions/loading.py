@@ -16,8 +16,7 @@ from reward_functions.calling import PROVIDED, accepted, missing_columns
 from rewards import name_of, text_of
 from sources import GYM
 
-folders: list[str] = []          # of users' files, the latest first
-helpers: set[str] = set()       # names of the modules that they have imported from these folders
+folders: list[str] = []         # of users' files, the latest first
 BUILT_IN = tuple(name for name in MODULE_OF if name not in MAKERS)      # imported on first use
 
 
@@ -66,37 +65,29 @@ def attribute_of_file(flag: str, path: str, attribute: str, default=None):
 def load_file(file: Path, beside: tuple) -> ModuleType:
     """Import a file, which can import the files beside it; again if one of these has changed.
 
-    Files in different folders can import different files of one name. The module has the name of the file,
-    with which other processes import it, unless another module has this name.
+    The module has the name of the file, by which other processes import it, unless another module has it.
     """
-    folder, name, before = str(file.parent), file.stem, {*sys.modules}
-    for helper in helpers:
-        if Path(folder, f"{helper}.py").exists():         # a's helper, or an edited one
-            sys.modules.pop(helper, None)
-    if folder in folders or folder not in sys.path:
+    folder, project = str(file.parent), Path(__file__).parent.parent
+    if folder in folders or folder not in sys.path:       # ours come first in the path
         folders[:] = [folder, *(each for each in folders if each != folder)]
         sys.path[:] = [each for each in sys.path if each not in folders] + folders
-    found = name.isidentifier() and name not in sys.modules and importlib.util.find_spec(name)
-    if not found or found.origin != str(file):
-        name = re.sub(r"\W", "_", str(file))
-    spec = importlib.util.spec_from_file_location(name, file)
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    finally:                                              # also of a file that is to be corrected
-        new = {name} | ({*sys.modules} - before if folder in folders else set())
-        helpers.update(each for each in new if file_of(each).parent == file.parent)
+    for name, module in [*sys.modules.items()]:           # forget helpers of other folders, and edited ones
+        origin = Path(getattr(module, "__file__", None) or "")
+        is_helper = name == origin.stem and str(origin.parent) in folders and origin.parent != project
+        if is_helper and (file.parent / origin.name).exists():
+            del sys.modules[name]
+    is_free = file.stem.isidentifier() and file.stem not in sys.modules
+    spec = importlib.util.find_spec(file.stem) if is_free else None
+    if spec is None or spec.origin != str(file):
+        spec = importlib.util.spec_from_file_location(re.sub(r"\W", "_", str(file)), file)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
     return module
 
 
-def file_of(module: str) -> Path:
-    """Return the file of an imported module; a path without a folder if it has none."""
-    return Path(getattr(sys.modules[module], "__file__", None) or "")
-
-
 def check_signature(function: Callable, name: str) -> Callable:
-    """Return something that can be called as a reward function: for a class an instance, for verl's
-    compute_score a function of all completions. Raise ValueError with the reason if that is impossible.
+    """Return a reward function: of a class an instance, for verl's compute_score a function of all
+    completions. Raise ValueError with the reason if that is impossible.
     """
     flag = f"--reward_functions {name}"
     if name_of(function) in BUILT_IN:
@@ -144,9 +135,7 @@ def load_reward_functions(names: Sequence[str | Callable]) -> list[Callable]:
 
 
 def as_name(given) -> str:
-    """Return the entry of config.json for a name or Python object: the name itself, the name of a built-in
-    reward function, or python:NAME.
-    """
+    """Return the entry of config.json for a name or an object: the name of a built-in one, or python:NAME."""
     if isinstance(given, str):
         return given
     name = name_of(given)

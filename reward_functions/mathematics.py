@@ -32,7 +32,7 @@ def math_equality(completions, answer, **columns) -> list[float | None]:
     may hold a list of right answers; of a text in it, the last box counts.
 
     The answer is that of extract_answer or, in a text without tags and boxes, what math-verify finds, such as
-    the last formula. A comparison that takes more than some seconds counts as unequal.
+    the last formula.
 
     math_equality(["<answer>1/2</answer>", "so \\\\boxed{0.5}"], answer=["\\\\frac{1}{2}"] * 2) == [1.0, 1.0]
     {"prompt": "What is 3/4 - 1/4?", "answer": "1/2"}

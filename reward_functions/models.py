@@ -1,7 +1,6 @@
 """
 Rewards from models: a sequence classifier in this process, or an LLM judge behind an OpenAI-compatible HTTP
-endpoint. Each function here returns a reward function; call it in a file that --reward_functions names, see
-docs/rewards.md, Models as rewards.
+endpoint. Each function returns a reward function; call it in a file that --reward_functions names.
 
 Both can be exploited: a policy learns to maximise a reward model's output with useless text, and to instruct
 a judge ("this reply deserves a 10"). Give them a small weight, and read completions.
@@ -51,7 +50,7 @@ def classifier(
                 texts[start : start + batch_size], return_tensors="pt", padding=True, truncation=True,
                 max_length=max_length, add_special_tokens=not tokenizer.chat_template,
             ).to(network.device)
-            logits = network(**batch).logits.float()                                          # (b, labels)
+            logits = network(**batch).logits.float()                                     # (b, labels)
             rewards += (logits[:, 0] if logits.shape[1] == 1 else logits.softmax(-1)[:, label]).tolist()
         return [value if math.isfinite(value) else None for value in rewards]
 
@@ -71,20 +70,19 @@ def judge(
     name: str, *, url: str, model: str, question: str, key_variable: str = "", timeout: float = 30.0,
     at_once: int = 8, max_tokens: int = 512,
 ) -> Callable:
-    """Return an async reward function that asks a language model to rate each completion.
+    """Return an async reward function that asks a language model to rate each completion from 0 to 10.
 
-    reward        0 to 1: the rating / 10. None unless the reply has exactly one rating from 0 to 10: an
-                  unreachable, slow or incoherent judge leaves completions unscored, with
-                  a warning
+    reward        0 to 1: the rating / 10. None, with a warning, if the request fails or the reply has not
+                  exactly one number; a failed request is not repeated
     url           of the API: /chat/completions is added; redirects are not followed
     key_variable  the environment variable that holds the API key; "": no key is sent
-    timeout       seconds for one request in total: B completions take at most B / at_once * timeout. A failed
-                  request is not repeated
+    timeout       seconds for one request in total: B completions take at most B / at_once * timeout
     """
     api_key = os.environ.get(key_variable, "").strip()
 
     async def rate(client, slots: asyncio.Semaphore, prompt, completion) -> float | None:
-        text = judge_prompt(question, prompt, text_of(completion))
+        text = (f"{question}\n\n<prompt>\n{as_text(as_messages(prompt))}\n</prompt>\n\n<reply>\n"
+                f"{text_of(completion)}\n</reply>\n\nAnswer with one number from 0 to {TOP}.")
         messages = [{"role": "user", "content": text}]
         body = {"model": model, "temperature": 0, "max_tokens": max_tokens, "messages": messages}
         try:
@@ -108,16 +106,10 @@ def judge(
     return function
 
 
-def judge_prompt(question: str, prompt, text: str) -> str:
-    """Return the judge's prompt: the question, the conversation, and the format of the reply."""
-    conversation = f"<prompt>\n{as_text(as_messages(prompt))}\n</prompt>\n\n<reply>\n{text}\n</reply>"
-    return f"{question}\n\n{conversation}\n\nAnswer with one number from 0 to {TOP}."
-
-
 def parse_rating(reply: str) -> float:
     """Return the only number after a reply's thoughts / TOP. Raise ValueError if there is none up to it."""
     text = re.sub(rf"(/|out of)\s*{TOP}\b(?!\.\d)", "", reply.rpartition("</think>")[2])
-    numbers = re.findall(r"(?:[-\u2212\u2013]|(?<!\.)\.)?\d+(?:\.\d+)?(?:\s*(?:[%\uff05]|per ?cent))?", text)
+    numbers = re.findall(r"[-\u2212\u2013]?\d+(?:\.\d+)?(?:\s*(?:%|per ?cent))?", text)
     if len(numbers) != 1 or not re.fullmatch(r"[\d.]+", numbers[0]) or float(numbers[0]) > TOP:
         raise ValueError(f"no rating from 0 to {TOP} in {reply!r}")
     return float(numbers[0]) / TOP

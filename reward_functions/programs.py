@@ -1,8 +1,4 @@
-"""
-The reward function for programs, which runs their tests in the sandbox (reward_functions/sandbox.py).
-
-It needs Linux. If no isolation method works, it raises a RuntimeError that states what is missing.
-"""
+"""The reward function for programs, which runs their tests in the sandbox (reward_functions/sandbox.py)."""
 
 import ast
 import builtins
@@ -22,7 +18,10 @@ from rewards import text_of
 
 SECONDS_PER_TEST = 3.0          # for the program itself and one test
 SECONDS_PER_PROGRAM = 10.0      # for one program with all its tests
-CONVERSIONS = {bool, dict, float, frozenset, int, len, list, round, set, sorted, str, sum, tuple}
+CONVERSIONS = {                 # of a value, which a test may make
+    "bool", "dict", "float", "frozenset", "int", "len", "list", "round", "set", "sorted", "str", "sum",
+    "tuple",
+}
 # A name that a line without indentation defines, and such a line that does something else.
 DEFINED = re.compile(r"^(?:(?:async )?def +|class +|(?=\w+ *=))(\w+)", re.MULTILINE)
 STATEMENT = re.compile(r"^(?!(?:async )?def |class |import |from )[^@#)\]}'\"\s]", re.MULTILINE)
@@ -33,18 +32,16 @@ def passes_tests(completions, tests, **columns) -> list[float | None]:
     """Return 0 to 1: the fraction of the tests that the program in a completion passes; None where there are
     no tests, or where a test has another form (a warning names it).
 
-    tests    a column: per row assert statements that may follow imports, a list of texts or one text, of the
-             forms CALL, not CALL, CALL == VALUE (or < and so on), abs(CALL - VALUE) < EPS, math.isclose(CALL,
+    tests    a column: assert statements that may follow imports, a list of texts or one text, of the forms
+             CALL, not CALL, CALL == VALUE (or < and so on), abs(CALL - VALUE) < EPS, math.isclose(CALL,
              VALUE), where CALL calls a function of the program, f(1), or is a conversion of that, set(f(1))
-    program  the fenced Python blocks, as program_of chooses them, of the tagged answer if there is one, else
-             of the text after thoughts; without a block, that text
+    program  the fenced Python blocks of the answer, as program_of chooses them; without blocks, its text
 
     passes_tests(["def f(x):\\n    return x"], tests=[["assert f(4) == 4", "assert f(-1) == 1"]]) == [0.5]
     {"prompt": "Write a function double(x).", "tests": ["assert double(2) == 4", "assert double(-1) == -2"]}
 
     CALL is evaluated in the program's process, and the rest in another one, which receives only its value as
-    JSON: printing, patching builtins, or an object that equals everything can only lower the reward. Not
-    prevented: knowing the expected values from the prompt, or guessing among few (`assert is_even(4)`).
+    JSON: printing, patching builtins, or an object that equals everything can only lower the reward.
     """
 
     def score(program: str, parts: list[list | None]) -> float | None:
@@ -58,9 +55,8 @@ def passes_tests(completions, tests, **columns) -> list[float | None]:
 
 
 def program_of(text: str, calls: set[str]) -> str:
-    """Return the program in a completion: of its blocks, those that define a name in the calls, each name in
-    the last one, and those that only define and import. This leaves out an example below the program, and
-    earlier attempts. If no block defines such a name, return all blocks.
+    """Return the program in a completion: of its blocks, the last one that defines each name in the calls,
+    and those that only define and import, but no example or earlier attempt. Without such names, all blocks.
     """
     names = set(re.findall(r"\w+", " ".join(calls)))
     blocks = fenced_blocks(text, r"python|py\b") or [answer_text(text)]
@@ -168,18 +164,11 @@ def take_call(statement: ast.stmt, imported: set[str]) -> tuple[str, str]:
             statement.test = value
         case _:
             raise ValueError
-    known = {*dir(builtins), "math", "isclose", "_value"}
+    inner, known = call, {*dir(builtins), "math", "isclose", "_value"}
+    while isinstance(inner, ast.Call) and getattr(inner.func, "id", "") in CONVERSIONS and inner.args:
+        inner = inner.args[0]
     others = {node.id for node in ast.walk(statement) if isinstance(node, ast.Name)} - known
-    if others or not is_call(call, known | imported):
-        raise ValueError
-    return ast.unparse(statement), ast.unparse(call)
-
-
-def is_call(node: ast.AST, library: set[str]) -> bool:
-    """Return True for a call of a function of the program, and for a conversion of one."""
-    match node:
-        case ast.Call(ast.Name(name), [argument, *_]) if getattr(builtins, name, "") in CONVERSIONS:
-            return is_call(argument, library)
-        case ast.Call(ast.Name(name)):
-            return name not in library
-    return False
+    match inner:
+        case ast.Call(ast.Name(name)) if not others and name not in known | imported:
+            return ast.unparse(statement), ast.unparse(call)
+    raise ValueError

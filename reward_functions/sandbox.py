@@ -3,17 +3,17 @@ Run programs that a model wrote, isolated from this machine. Only their printed 
 
     run_python("print(1 + 1)") == SandboxResult(ok=True, stdout="2\\n", stderr="", reason="")
 
-A program is one process: it may start threads, but no other process or program. It has the standard library,
-but cannot write files; time, memory and output are limited; it has no network, environment variables, open
-files, or processes to signal. The first of these isolation methods that the kernel permits is used:
+A program is one process with threads: no other process or program. It has the standard library, but cannot
+write files; time, memory and output are limited; it has no network, environment variables, open files, or
+processes to signal. The first of these isolation methods that the kernel permits is used:
 
     namespaces  only the standard library exists, read-only; no other process and no network. This works for
                 root, and for ordinary users if the kernel permits user namespaces
     user        for root without CAP_SYS_ADMIN, as in most containers, on a kernel with Landlock: an unused
                 user that can read no other file, but can find out names and sizes of files
 
-In both, a seccomp filter permits a list of system calls (reward_functions/system_calls.py). If neither works,
-and on systems other than Linux on x86-64 and arm64, no program is run. Not covered: see docs/rewards.md.
+In both, a seccomp filter permits a list of system calls (system_calls.py). If neither works, and on systems
+other than Linux on x86-64 and arm64, no program is run. Not covered: see docs/rewards.md.
 
 Each thread of the caller has a server, a running interpreter, and each program is a fork of a fork of it. The
 server forks before it reads the request, so that no program finds the text of another one in its memory.
@@ -39,6 +39,7 @@ import types
 from collections import defaultdict
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 
 if __name__ != "__main__":      # the server, which has no packages, gets the filter from its caller
@@ -66,8 +67,7 @@ os.register_at_fork(after_in_child=idle_servers.clear)             # they belong
 
 
 def run_python(
-    code: str, *, timeout_s: float = 5.0, memory_mb: int = 512, modules: tuple[str, ...] = (),
-    method: str = "",
+    code: str, *, timeout_s: float = 5.0, memory_mb: int = 512, modules: tuple[str, ...] = ()
 ) -> SandboxResult:
     """Run a program until it ends or exceeds a limit. Safe to call from many threads.
 
@@ -75,12 +75,32 @@ def run_python(
     memory_mb  limit on the address space; the interpreter itself takes about 30
     modules    imported before the program starts, once for all programs, from wherever the caller finds
                them; the packages that this loads are available, others outside the standard library are not
-    method     "namespaces" or "user"; "": the first that works
     raises     RuntimeError where no isolation method works
     """
-    kind = (method, modules)
+    return run_in_server(usable_method(), modules, code, timeout_s, memory_mb)
+
+
+@cache
+def usable_method() -> str:
+    """Return the first isolation method with which a program works. Raise RuntimeError if there is none."""
+    obstacles = []
+    for method in RESTRICTIONS:
+        result = run_in_server(method, (), "import fractions", 5.0, 512)     # a library may be for root alone
+        if result.ok:
+            return method
+        obstacles.append(f"{method}: {result.reason} {result.stderr.strip().rpartition(chr(10))[2]}".strip())
+    raise RuntimeError(
+        "programs cannot be isolated here, so none is run: run as root, or allow user namespaces "
+        f"({'; '.join(obstacles)})")
+
+
+def run_in_server(
+    method: str, modules: tuple[str, ...], code: str, timeout_s: float, memory_mb: int
+) -> SandboxResult:
+    """Send a program to an idle server, or to a new one, and wait for its result."""
+    servers = idle_servers[method, modules]
     try:
-        server = idle_servers[kind].pop()
+        server = servers.pop()
     except IndexError:
         server = start_server(method, modules)
     try:
@@ -96,20 +116,15 @@ def run_python(
             os.killpg(server.pid, signal.SIGKILL)
         server.wait()
         return SandboxResult(False, "", "", "the sandbox was killed")
-    idle_servers[kind].append(server)
-    if "refused" in answer:
-        raise RuntimeError(
-            "programs cannot be isolated here, so none is run: run as root, or allow user namespaces "
-            f"({answer['refused']})")
+    servers.append(server)
     return SandboxResult(**answer)
 
 
 def start_server(method: str, modules: tuple[str, ...]) -> subprocess.Popen:
     """Start an interpreter without environment variables, open files and site packages."""
     path = [os.path.abspath(folder) for folder in sys.path if modules]
-    methods = [method] if method else list(RESTRICTIONS)
     call_filter = system_calls.system_call_filter(platform.machine()).hex()
-    options = dict(methods=methods, modules=modules, path=path, call_filter=call_filter)
+    options = dict(method=method, modules=modules, path=path, call_filter=call_filter)
     command, pipe = [sys.executable, "-I", "-S", __file__, json.dumps(options)], subprocess.PIPE
     return subprocess.Popen(command, stdin=pipe, stdout=pipe, env={}, cwd="/", start_new_session=True)
 
@@ -128,57 +143,37 @@ def usable_cores() -> int:
 # ---- in the server, which never reads a request itself ----
 
 
-def serve(methods: list[str], modules: list[str], path: list[str], call_filter: str) -> None:
-    """Handle requests one after the other, each in a new fork, until the caller ends.
-
-    The first of the methods that works is used. call_filter is for seccomp(2), in hexadecimal digits.
+def serve(method: str, modules: list[str], path: list[str], call_filter: str) -> None:
+    """Isolate this process, then handle requests one after the other, each in a new fork, until the caller
+    ends. call_filter is for seccomp(2), in hexadecimal digits.
     """
     sys.path += path
     for name in modules:
         __import__(name)
-    refused: dict[str, str] = {}
-    for method in methods:
-        refused[method] = find_obstacle(method, call_filter)
-        if not refused[method]:
-            RESTRICTIONS[method]()
-            break
-    refusal = refused[method] and "; ".join(map(": ".join, refused.items()))
+    obstacle = ""
+    try:
+        RESTRICTIONS[method]()
+    except Exception as error:                                  # then every request is refused
+        obstacle = str(error) or type(error).__name__
     gc.freeze()                 # otherwise garbage collection in forks would copy the page of every object
     while True:
         pid = os.fork()
         if pid == 0:
-            os._exit(handle_request(method, call_filter, refusal))
+            os._exit(handle_request(method, call_filter, obstacle))
         if os.waitpid(pid, 0)[1]:
             return
 
 
-def find_obstacle(method: str, call_filter: str) -> str:
-    """Return why a method cannot isolate an empty program, or "". Runs in a fork, to keep the namespaces."""
-    read_end, write_end = os.pipe()
-    if os.fork() == 0:
-        try:
-            RESTRICTIONS[method]()
-            code = "import fractions"                     # the library may be in a folder for root alone
-            result = run_isolated(method, call_filter, code, 5.0, 512)
-            if not result["ok"]:
-                raise OSError(f"{result['reason']}: {result['stderr'].strip().rpartition(chr(10))[2]}")
-        except Exception as error:
-            os.write(write_end, str(error).encode())
-        os._exit(0)
-    os.wait()
-    os.close(write_end)
-    with os.fdopen(read_end) as pipe:
-        return pipe.read()
-
-
-def handle_request(method: str, call_filter: str, refusal: str) -> int:
+def handle_request(method: str, call_filter: str, obstacle: str) -> int:
     """Read a request, run it, write the answer: a line of JSON each. Return 1 at the end of the input."""
     line = sys.stdin.buffer.readline()
     if not line:
         return 1
     try:
-        answer = {"refused": refusal} if refusal else run_isolated(method, call_filter, *json.loads(line))
-    except OSError as error:                                    # temporary: too many processes, a full disk
+        if obstacle:
+            raise OSError(obstacle)
+        answer = run_isolated(method, call_filter, *json.loads(line))
+    except OSError as error:                                    # also temporary ones: too many processes
         answer = {"ok": False, "stdout": "", "stderr": "", "reason": f"the sandbox failed: {error}"}
     print(json.dumps(answer), flush=True)
     return 0
@@ -198,8 +193,7 @@ def run_isolated(method: str, call_filter: str, code: str, timeout_s: float, mem
         try:
             for source, target in (os.open("/dev/null", os.O_RDWR), 0), (out_end, 1), (err_end, 2):
                 os.dup2(source, target)
-            drop_privileges(user)
-            apply_limits(timeout_s, memory_mb, bytes.fromhex(call_filter))
+            apply_limits(user, timeout_s, memory_mb, bytes.fromhex(call_filter))
             os.write(ready_end, b"!")
             os.closerange(3, 1 << 16)
             execute(code)
@@ -339,20 +333,16 @@ def restrict_files() -> None:
 RESTRICTIONS = {"namespaces": enter_empty_root, "user": restrict_files}
 
 
-def drop_privileges(user: int) -> None:
-    """Change to an unused user id, and give up every capability."""
+# ---- in the program's process, before the program ----
+
+
+def apply_limits(user: int, timeout_s: float, memory_mb: int, call_filter: bytes) -> None:
+    """Apply all limits to this process, irrevocably. user: an unused user id"""
     if os.geteuid() == 0:
         os.setgroups([])
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)
-    check_libc(libc.capset(struct.pack("<Ii", 0x20080522, 0), bytes(24)))
-
-
-# ---- in the program's process, before the program ----
-
-
-def apply_limits(timeout_s: float, memory_mb: int, call_filter: bytes) -> None:
-    """Apply all limits to this process, irrevocably."""
+    check_libc(libc.capset(struct.pack("<Ii", 0x20080522, 0), bytes(24)))          # no capability
     limits = {
         resource.RLIMIT_CPU: math.ceil(timeout_s), resource.RLIMIT_AS: memory_mb << 20,
         resource.RLIMIT_FSIZE: 0, resource.RLIMIT_CORE: 0, resource.RLIMIT_MEMLOCK: 0,

@@ -1,9 +1,7 @@
 """
-The four rewards of tunix's GSM8K example, for comparison.
-
-They are reproduced exactly, including questionable properties: 5 of the maximum of 9.5 are for the format, a
-wrong number gets less than an empty completion, near misses get a small reward, and check_numbers parses
-neither a minus sign nor "1,234".
+The four rewards of tunix's GSM8K example, reproduced exactly, for comparison: 5 of the maximum of 9.5 are for
+the format, a wrong number gets less than an empty completion, near misses get a small reward, and
+check_numbers parses neither a minus sign nor "1,234".
 """
 
 import math

@@ -1,12 +1,10 @@
-"""
-The columns of an example, prompt, answer and completion, from columns under other names: those that the flags
-name, and usual ones.
-"""
+"""The columns prompt, answer and completion from those that flags name, and from usual ones."""
 
 import re
 from collections import Counter
 from collections.abc import Mapping
 
+from guards import mend
 from sources.published_forms import FORMS
 
 COLUMNS = {                     # the column names that are recognised, in order of precedence
@@ -26,7 +24,7 @@ class Row(dict):
 
 def as_published(given, number: int, columns: dict[str, str], counts: Counter) -> Row:
     """Return a row with prompt, answer and completion, each from the column that `columns` name, else from
-    the first of COLUMNS with a value, and converted from the forms that it has, which are added to counts.
+    the first of COLUMNS with a value; published forms are converted, and counted.
     """
     given = given if isinstance(given, Mapping) else {"prompt": given}
     row, read = Row(given), set()
@@ -49,8 +47,8 @@ def as_published(given, number: int, columns: dict[str, str], counts: Counter) -
             counts[name] += 1
     if isinstance(row.get("answer"), str) and STATED.search(row["answer"]):
         raise ValueError(
-            f"the answer is a whole solution, ...{row['answer'][-30:]!r}: data.map(lambda row: "
-            "{'answer': row['...'].split('answer is')[-1].strip(' :.')})")
+            f"the answer is a whole solution, ...{row['answer'][-30:]!r}: "
+            + mend("answer", "row['...'].split('answer is')[-1].strip(' :.')"))
     row.number, row.read = number, read
     return row
 
@@ -58,9 +56,8 @@ def as_published(given, number: int, columns: dict[str, str], counts: Counter) -
 def cell(row: Mapping, column: str) -> tuple:
     """Return the value of a column, and the names of the columns that it is made of; none if there is none.
 
-    column  a name; the path of a nested field, "a.b" of {"a": {"b": 1}}; or a text with columns in braces
-
-    Braces around anything but a column, such as {"x": 1}, are kept, unless they hold a single word.
+    column  a name; the path of a nested field, "a.b" of {"a": {"b": 1}}; or a text with columns in braces.
+            Other braces, such as {"x": 1}, are kept, unless they hold a single word
     """
     if column in row:
         return row[column], [column]
@@ -82,6 +79,5 @@ def in_text(name: str, value) -> str:
     """Return a value as it is written in a prompt; nothing for None. Raises ValueError for dates and such."""
     if not isinstance(value, str | int | float | list | None):
         raise ValueError(
-            f"{{{name}}} is the {type(value).__name__} {value!r:.40}, not text: "
-            f"data.map(lambda row: {{'{name}': str(row['{name}'])}})")
+            f"{{{name}}} is the {type(value).__name__} {value!r:.40}, not text: {mend(name, 'str(...)')}")
     return "" if value is None else str(value)

@@ -89,8 +89,7 @@ FOREIGN = {name: here for names, here in ANSWERS.items() for name in names.split
 def explain_unknown(typed: Iterable[str], known: Iterable[str]) -> str:
     """Return a sentence about unknown flags: for names in other systems, the corresponding flag.
 
-    typed  names as on a command line or in a file: num_generations, --beta, actor_rollout_ref.rollout.n=8
-    known  the names of flags
+    typed  num_generations, --beta, actor_rollout_ref.rollout.n=8, ...;  known  the names of flags
     """
     known, answers = list(known), []
     names = [*known, *FOREIGN]
@@ -100,11 +99,8 @@ def explain_unknown(typed: Iterable[str], known: Iterable[str]) -> str:
         misspelt = difflib.get_close_matches(parts[-1], names, n=1, cutoff=0.8)
         candidates = [".".join(parts[-2:]), parts[-1], *longer, *misspelt]
         found = next((name for name in candidates if name in names), "")
-        flags = set(re.findall(r"--(\w+)", FOREIGN.get(found, "")))
-        answer = "see --help"
-        if found in known:
-            answer = f"did you mean --{found}?"
-        elif found and (not flags or flags & {*known}):
-            answer = f"here {FOREIGN[found]}"
-        answers.append(f"{word}: unknown flag; {answer}")
+        here = FOREIGN.get(found, "")
+        flags = set(re.findall(r"--(\w+)", here))
+        answer = f"here {here}" if here and (not flags or flags & {*known}) else "see --help"
+        answers.append(f"{word}: unknown flag; {f'did you mean --{found}?' if found in known else answer}")
     return " | ".join(answers)

@@ -21,12 +21,12 @@ SEEDS = {"train": 0, "test": 2**30}     # a task adds a problem's number to its 
 
 
 def package():
-    """Return the package. Raises ValueError with one line if it is missing."""
-    try:
+    """Return the package. Raises ValueError if it is missing."""
+    with suppress(ImportError):
         import reasoning_gym
-    except ImportError:
-        raise ValueError(f"{GYM} the package is missing; pip install reasoning-gym") from None
-    return reasoning_gym
+
+        return reasoning_gym
+    raise ValueError(f"{GYM} the package is missing; pip install reasoning-gym")
 
 
 def split_tasks(source: str) -> list[tuple[str, dict]]:
@@ -43,9 +43,7 @@ def split_tasks(source: str) -> list[tuple[str, dict]]:
 
 
 def gym_examples(source: str, split: str, seed: int) -> list[dict]:
-    """Return the problems of all tasks, shuffled together: 1000 per task, or the option size. Demonstrations
-    are tagged answers without reasoning. `entry` is the argument of the package's scorer.
-    """
+    """Return the problems of all tasks, shuffled. `entry` is the argument of the package's scorer."""
     if split not in SEEDS:
         raise ValueError(f"{source}: there is no split {split}; it has train and test")
     create, examples = package().create_dataset, []
@@ -62,18 +60,15 @@ def gym_examples(source: str, split: str, seed: int) -> list[dict]:
 
 
 def implied_rewards(source: str) -> dict:
-    """Return the reward flags that a source of tasks implies: each task's scorer replaces correctness, so
-    that an evaluation has a line for each task.
-    """
+    """Return the reward flags that a source of tasks implies: each task's scorer replaces correctness."""
     scorers, (_, *others) = [GYM + task for task in dict(split_tasks(source))], DEFAULT_REWARDS
     weights = [1.0] * len(scorers) + [DEFAULT_REWARDS[name] for name in others]
     return {"reward_functions": scorers + others, "reward_weights": weights}
 
 
 def scorer(name: str) -> Callable:
-    """Return the reward function of a task, which returns the package's score of the tagged answer, 0 to 1.
-
-    It returns None for problems of other tasks, and 0 if the scorer raises: a model may write anything.
+    """Return the reward function of a task: the package's score of the answer, 0 to 1; 0 if it raises, and
+    None for problems of other tasks.
     """
     wanted = name.removeprefix(GYM)
     score_answer = package().get_score_answer_fn(wanted)

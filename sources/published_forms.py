@@ -3,12 +3,13 @@ Published forms of data sets: a table of functions of a row, which return the co
 if the row is not in this form. What is in no form is taken as it is, or refused by guards.py.
 """
 
+import ast
 import json
 import re
 from string import ascii_uppercase as LETTERS
 
 from data import demonstration
-from guards import without_nulls
+from guards import mend, without_nulls
 from rewards import extract_boxed
 
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant"}            # of ShareGPT
@@ -52,7 +53,8 @@ def from_choices(row: dict) -> dict:
     if isinstance(place, int):
         answer = dict(enumerate(LETTERS[: len(texts)])).get(place, answer)
     if answer not in [None, *LETTERS[: len(texts)], *texts]:
-        raise ValueError(f"the answer {answer!r:.40} is no index, label or text of its {len(texts)} choices")
+        name = f"the answer {answer!r:.40}"
+        raise ValueError(f"{name} is no index, label or text of its {len(texts)} choices: {mend('answer')}")
     prompt = "\n".join([row["question"], *lines])
     return {"prompt": prompt, "answer": answer, name: choices, "choices": texts}
 
@@ -62,7 +64,7 @@ def checked(texts) -> list[str]:
     if not isinstance(texts, list) or {*map(type, texts)} != {str} or len(texts) > len(LETTERS):
         raise ValueError(
             f"choices or options must be a list of at most {len(LETTERS)} texts, not {texts!r:.60}: "
-            "data.map(lambda row: {'choices': [...]}), or data.rename_column('options', '...')")
+            f"{mend('choices', '[...]')}, or data.rename_column('options', '...')")
     return texts
 
 
@@ -93,6 +95,18 @@ def from_mbpp(row: dict) -> dict:
     return {"tests": tests, "text": text, "prompt": prompt, "completion": row["code"]}
 
 
+def from_humaneval(row: dict) -> dict:
+    """Take the asserts of check(candidate) as tests. The prompt asks for the program with its beginning."""
+    checks = [node for node in ast.parse(row["test"]).body if isinstance(node, ast.FunctionDef)]
+    asserts = [node for check in checks for node in check.body if isinstance(node, ast.Assert)]
+    texts = [ast.unparse(node.test) for node in asserts]
+    imports = re.findall("^(?:from|import) .*", row["prompt"], re.MULTILINE)
+    calls = [re.sub(r"\bcandidate\b", row["entry_point"], text) for text in texts if "candidate(" in text]
+    tests = ["\n".join([*imports, f"assert {call}"]) for call in calls]
+    prompt = f"Complete this program, and write it in whole:\n\n{row['prompt']}"
+    return {"tests": tests, "prompt": prompt, "completion": row["prompt"] + row["canonical_solution"]}
+
+
 def from_verl(row: dict) -> dict:
     """Take the answer, or the columns of a task, from {"reward_model": {"ground_truth": ...}}."""
     truth = row["reward_model"]["ground_truth"]
@@ -106,8 +120,8 @@ def from_tools(row: dict) -> dict:
     tools = json.loads(tools) if isinstance(tools, str) and tools.startswith("[{") else tools
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise ValueError(
-            f"tools must be a list of schemas of functions, or its JSON text, not {tools!r:.60}; if the "
-            "column is something else: data.rename_column('tools', '...')")
+            f"tools must be a list of schemas of functions, or its JSON text, not {tools!r:.60}: "
+            f"{mend('tools', '[...]')}, or data.rename_column('tools', '...')")
     schemas = [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
     return {"tools": without_nulls(schemas)}
 
@@ -116,6 +130,7 @@ FORMS = {     # columns that a row needs, text that its solution or answer conta
     "gsm8k": ({"answer"}, "####", from_gsm8k), "math": ({"answer"}, "box", from_math),
     "choices": ({"question"}, "", from_choices), "alpaca": ({"instruction", "input"}, "", from_alpaca),
     "sharegpt": ({"conversations"}, "", from_sharegpt), "countdown": ({"nums"}, "", from_countdown),
-    "mbpp": ({"code", "test_list"}, "", from_mbpp), "verl": ({"reward_model"}, "", from_verl),
-    "tools": ({"tools"}, "", from_tools),
+    "mbpp": ({"code", "test_list"}, "", from_mbpp),
+    "humaneval": ({"test", "entry_point", "canonical_solution"}, "", from_humaneval),
+    "verl": ({"reward_model"}, "", from_verl), "tools": ({"tools"}, "", from_tools),
 }

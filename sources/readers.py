@@ -26,28 +26,21 @@ def read_rows(source: str | Sequence, split: str, seed: int) -> Iterable:
     split    also another split on a hub, or a part of it such as "train[:90%]"
     """
     rows = source
-    if not isinstance(source, str):
-        pass
-    elif source in PROBLEMS:
-        return PROBLEMS[source](split, seed)
-    elif source.startswith(GYM):
-        from sources.gym_tasks import gym_examples        # only for these tasks
+    if isinstance(source, str):
+        if source in PROBLEMS:
+            return PROBLEMS[source](split, seed)
+        if source.startswith(GYM):
+            from sources.gym_tasks import gym_examples    # only for these tasks
 
-        return gym_examples(source, split, seed)
-    elif source.endswith(".py"):
-        from reward_functions.loading import function_from_file                  # only for tasks
+            return gym_examples(source, split, seed)
+        if source.endswith(".py"):
+            from reward_functions.loading import function_from_file              # only for tasks
 
-        rows = function_from_file("dataset", f"{source}:examples", ())(split)
-    elif source.startswith("tfds:"):
-        rows = read_tfds(source, split)
-    elif source.startswith("kaggle:"):
-        rows = read_file(download_from_kaggle(source))
-    elif source.endswith(".jsonl"):
-        rows = read_json_lines(source)
-    elif Path(source).suffix in SUFFIXES:
-        rows = read_file(source)
-    else:
-        rows = read_hub(source, split)
+            return function_from_file("dataset", f"{source}:examples", ())(split)
+        if source.startswith("tfds:"):
+            return read_tfds(source, split)
+        path = download_from_kaggle(source) if source.startswith("kaggle:") else source
+        rows = read_file(path) if Path(path).suffix in SUFFIXES else read_hub(source, split)
     return with_types(rows, rows.features) if getattr(rows, "features", None) else rows
 
 
@@ -76,9 +69,10 @@ def with_types(rows: Sequence, features: dict) -> Iterable[dict]:
 def read_file(path: str) -> Sequence:
     """Return the rows of a data file."""
     suffix = Path(path).suffix
-    read = {".jsonl": read_json_lines, ".json": read_json, ".csv": read_csv, ".parquet": read_parquet}
+    if suffix == ".jsonl":
+        return read_json_lines(path)
     try:
-        return read[suffix](path)
+        return {".json": read_json, ".csv": read_csv, ".parquet": read_parquet}[suffix](path)
     except Exception as error:
         raise ValueError(f"{path}: cannot be read as {suffix}: {first_line(error)}") from None
 
@@ -135,28 +129,24 @@ def read_tfds(source: str, split: str) -> Iterable[dict]:
     """Return a split of a data set of TensorFlow Datasets, prepared in its folder on first use."""
     try:
         import tensorflow_datasets as tfds
-        # The package registers its data sets in groups and stops silently at a group whose requirements are
-        # not installed, so the group of text data sets is imported explicitly.
+        # Without this import, the package stops silently at a group of data sets whose requirements it lacks.
         import tensorflow_datasets.text
 
-        rows = tfds.data_source(source.removeprefix("tfds:"), split=split)
+        return map(as_value, tfds.data_source(source.removeprefix("tfds:"), split=split))
     except Exception as error:
         raise ValueError(
             f"{source}: TensorFlow Datasets answers: {first_line(error)}; it needs pip install "
-            f"tensorflow_datasets array_record importlib_resources; {OTHER_SPLITS}"
-        ) from None
-    return map(as_value, rows)
+            f"tensorflow_datasets array_record importlib_resources; {OTHER_SPLITS}") from None
 
 
 def as_value(value):
     """Return a value of TensorFlow Datasets as Python types: bytes as text, arrays as lists or numbers."""
-    if isinstance(value, bytes):
-        return value.decode(errors="replace")
     if isinstance(value, dict):
         return {name: as_value(entry) for name, entry in value.items()}
+    value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, list):
         return list(map(as_value, value))
-    return as_value(value.tolist()) if hasattr(value, "tolist") else value
+    return value.decode(errors="replace") if isinstance(value, bytes) else value
 
 
 def download_from_kaggle(source: str) -> str:
@@ -172,5 +162,4 @@ def download_from_kaggle(source: str) -> str:
     except Exception as error:
         raise ValueError(
             f"{source}: Kaggle answers: {first_line(error)}; it needs pip install kagglehub, and for private "
-            "data sets ~/.kaggle/kaggle.json or KAGGLE_USERNAME and KAGGLE_KEY"
-        ) from None
+            "data sets ~/.kaggle/kaggle.json or KAGGLE_USERNAME and KAGGLE_KEY") from None

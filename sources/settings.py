@@ -13,8 +13,7 @@ from sources import GYM
 def read_settings(path: Path, given: dict[str, Any] | None = None) -> dict[str, Any]:
     """Read a JSON file of settings as {name: value}, without sections. Raises ValueError with one line.
 
-    given  flags that override the file. If it belongs to another user and names code, the flags must name it
-           too; otherwise resuming a run in a shared folder would run any file that config.json names.
+    given  flags that override the file. Code that the config.json of another user names must be in them
     """
     try:
         settings = json.loads(path.read_bytes())

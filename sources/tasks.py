@@ -1,6 +1,5 @@
 """
-Built-in tasks with demonstrations: countdown and a guessing game, in addition to the addition problems of
-data.py. They need neither files nor a network.
+Built-in tasks with demonstrations: countdown and a guessing game, beside the addition problems of data.py.
 
 Each function takes a split, "train" or "test", and a seed for the order, and returns examples as in data.py.
 The seed never changes which problems are held out for testing.
@@ -14,9 +13,8 @@ from data import arithmetic, choose_split, demonstration
 def countdown_problems(split: str, seed: int) -> list[dict]:
     """Return problems "make a target of 10 to 99 from three numbers of 1 to 25 with + - * /": 9000 and 1000.
 
-    A problem has the columns `numbers` and `target`, for the reward function countdown. It may have several
-    solutions, so there is no column `answer`. Problems are generated from a solution whose intermediate
-    results are positive integers, so each has at least one.
+    A problem may have several solutions, so there is no column `answer`. It is generated from one of them,
+    whose intermediate results are positive integers.
     """
     generator, problems = random.Random("which problems there are"), {}
     while len(problems) < 10_000:

@@ -1,6 +1,6 @@
 """
-Checks of all prompts and demonstrations, once, before training: token ids are compared with the text that
-they stand for, which finds what a tokenizer or a chat template loses, adds or cuts.
+Checks of all prompts and demonstrations before training: token ids are compared with their text, which finds
+what a tokenizer or a chat template loses, adds or cuts.
 """
 
 import re
@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 from data import as_messages, encode_prompt, render
 from environments.messages import encode_turns
+from guards import mend
 from sample import stop_token_ids
 
 
@@ -47,9 +48,8 @@ def encode_prompts(examples: Sequence[dict], tokenizer, source: str) -> list[lis
 def refuse_special_tokens(name: str, text: str, special: list[str]) -> None:
     """Raise ValueError if a text has the text of a special token, which might end or begin a turn."""
     if found := next((token for token in special if token in text), None):
-        raise ValueError(
-            f"the {name} has the text of the special token {found}: data.map(lambda row: {{'{name}': "
-            f"row['{name}'].replace('{found}', '')}})")
+        fix = mend(name, f"row['{name}'].replace('{found}', '')")
+        raise ValueError(f"the {name} has the text of the special token {found}: {fix}")
 
 
 def refuse_lost_characters(tokenizer, name: str, text: str, ids: list[int]) -> None:
@@ -58,11 +58,9 @@ def refuse_lost_characters(tokenizer, name: str, text: str, ids: list[int]) -> N
     if text in decoded:
         return
     given, kept = (unicodedata.normalize("NFKC", each).casefold() for each in (text, decoded))
-    lost = "".join(Counter(c for c in given if c.isprintable() and c != " ") - Counter(kept))
-    if lost:
-        raise ValueError(
-            f"the tokenizer loses {lost!r:.40} of the {name}: data.map(lambda row: {{'{name}': "
-            f"row['{name}'].replace({lost[0]!r}, '...')}}), or remove the row with data.filter")
+    if lost := "".join(Counter(c for c in given if c.isprintable() and c != " ") - Counter(kept)):
+        fix = mend(name, f"row['{name}'].replace({lost[0]!r}, '...')")
+        raise ValueError(f"the tokenizer loses {lost!r:.40} of the {name}: {fix}, or data.filter")
 
 
 def refuse_wrong_ids(model, tokenizer, prompts: Sequence[list[int]]) -> None:
@@ -89,23 +87,21 @@ def refuse_wrong_ids(model, tokenizer, prompts: Sequence[list[int]]) -> None:
 def encode_demonstrations(
     examples: Sequence[dict], prompts: Sequence[list[int]], model, tokenizer, source: str
 ) -> list[list[int]]:
-    """Encode demonstrations. Raises ValueError that names the row if the ids are not what its text says, or
-    if they have no place behind their prompts.
-    """
+    """Encode demonstrations. Raises ValueError that names the row, as encode_prompts."""
     stops, encoded = stop_token_ids(model, tokenizer), []
+    stop_texts = tokenizer.convert_ids_to_tokens(stops)
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     for example, prompt in zip(examples, prompts, strict=True):
         completion = example["completion"]
         with naming(source, example):
             ids, _ = encode_turns(tokenizer, example["prompt"], completion, stops)
-            turns = [completion] if isinstance(completion, str) else [m["content"] or "" for m in completion]
-            for turn in turns:
-                refuse_special_tokens("completion", turn, tokenizer.convert_ids_to_tokens(stops))
-                refuse_lost_characters(tokenizer, "completion", turn, ids)
-            if positions and len(prompt) + len(ids) > positions:
+            for message in as_messages(completion):
+                refuse_special_tokens("completion", message["content"] or "", stop_texts)
+                refuse_lost_characters(tokenizer, "completion", message["content"] or "", ids)
+            if positions and (length := len(prompt) + len(ids)) > positions:
                 raise ValueError(
-                    f"prompt and completion have {len(prompt) + len(ids)} tokens, but the model has "
-                    f"{positions} positions; shorten it, or remove the row with data.filter")
+                    f"prompt and completion have {length} tokens, but the model has {positions} positions; "
+                    "shorten it, or remove the row with data.filter")
         encoded.append(ids)
     return encoded
 

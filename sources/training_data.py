@@ -21,8 +21,7 @@ def load_data(
 ) -> tuple[list[dict], list[dict]]:
     """Return (training examples, held-out examples) from the given examples, or else from config's sources.
 
-    Held-out prompts are removed from the training examples, even if they differ in white space or case.
-    With an environment, examples that differ in another column are different.
+    Held-out examples are not trained on, see example_key.
 
     notify  is called with a line about the forms of rows
     """
@@ -44,9 +43,9 @@ def load_data(
         count = min(limit, len(examples) // 5)
         held_out = [examples[i] for i in order[:count]]
         examples = [examples[i] for i in (order[count:] if data_config.shuffle else sorted(order[count:]))]
-    key = scenario_key if config.grpo.environment else prompt_key
-    held_out_keys = set(map(key, held_out))
-    kept = [example for example in examples if key(example) not in held_out_keys]
+    has_environment = bool(config.grpo.environment)
+    held_out_keys = {example_key(example, has_environment) for example in held_out}
+    kept = [each for each in examples if example_key(each, has_environment) not in held_out_keys]
     if notify and len(kept) < len(examples):
         dropped = len(examples) - len(kept)
         notify(f"  note   {dropped} of {len(examples)} examples are also held out, and not trained on")
@@ -55,6 +54,15 @@ def load_data(
             f"--dataset={data_config.dataset}: all its prompts are held out; choose another --eval_dataset, "
             "or, if they are all the same, --eval_limit 0")
     return kept, held_out
+
+
+def example_key(example: dict, has_environment: bool = False) -> str:
+    """Return a text that is equal for the same examples: those whose prompts differ only in white space and
+    case; with an environment, for which all columns are the scenario, those that are equal in all of them.
+    """
+    if has_environment:
+        return json.dumps(example, default=repr, sort_keys=True, skipkeys=True)
+    return " ".join(as_text(as_messages(example["prompt"])).casefold().split())
 
 
 def instructed(example: dict, instruction: str) -> dict:
@@ -77,9 +85,10 @@ def note_unused(examples: list[dict], named: set[str], notify: Callable) -> None
     """
     unused, rejected = Counter(), 0
     for example in examples:
-        others = unread(example, named)
-        rejected += bool(example.get("completion")) and str(others.get("label")).lower() == "false"
-        unused.update(name for name, value in others.items() if str(value) not in BLANK)
+        unread = example.keys() - named - {*getattr(example, "read", example)}
+        is_false = "label" in unread and str(example["label"]).lower() == "false"
+        rejected += is_false and bool(example.get("completion"))
+        unused.update(name for name in example if name in unread and str(example[name]) not in BLANK)
     if rejected:
         raise ValueError(
             f"--dataset: {rejected} of {len(examples)} completions have a false label; remove them: "
@@ -87,12 +96,6 @@ def note_unused(examples: list[dict], named: set[str], notify: Callable) -> None
     if unused:
         names = ", ".join(f"{name} ({count})" for name, count in unused.most_common())
         notify(f"  note   no prompt, completion or reward function uses these columns: {names}")
-
-
-def unread(example: dict, named: set[str]) -> dict:
-    """Return the columns of an example that were not read and are not named."""
-    known = named.union(getattr(example, "read", example))
-    return {name: value for name, value in example.items() if name not in known}
 
 
 def fit_prompts(
@@ -113,9 +116,9 @@ def fit_prompts(
             f"{max(map(len, prompts))}, or pass --long_prompts drop")
     if too_long:
         notify(f"{len(too_long)} of {len(examples)} prompts have more than {limit} tokens and are dropped")
-    kept = [i for i, ids in enumerate(prompts) if len(ids) <= limit]
-    if examples and not kept:
+    if examples and len(too_long) == len(examples):
         raise ValueError(f"--max_prompt_length={limit} --long_prompts drop: no prompt is left")
+    kept = [i for i, ids in enumerate(prompts) if len(ids) <= limit]
     return [examples[i] for i in kept], [prompts[i] for i in kept]
 
 
@@ -126,21 +129,9 @@ def needs_demonstrations(config: Config) -> bool:
 
 def validate_demonstrations(config: Config, dataset: Sequence[dict]) -> None:
     """Raise ValueError if supervised steps are planned and examples have no demonstration."""
-    if not needs_demonstrations(config):
-        return
     without = sum(not example.get("completion") for example in dataset)
-    if without:
+    if without and needs_demonstrations(config):
         raise ValueError(
             f"--dataset={config.data.dataset}: no completion for {without} of {len(dataset)} examples, which "
             "supervised steps need; name a --completion_column, use conversations (--prompt_column "
             "messages), or pass --use_grpo --cold_start_steps 0 to train on rewards only")
-
-
-def prompt_key(example: dict) -> str:
-    """Return a key that ignores white space, case, and whether a prompt is text or a user message."""
-    return " ".join(as_text(as_messages(example["prompt"])).casefold().split())
-
-
-def scenario_key(example: dict) -> str:
-    """Return a key of all columns, which describe the scenario of an environment."""
-    return json.dumps(example, default=repr, sort_keys=True, skipkeys=True)

@@ -3,15 +3,15 @@
 import random
 
 from data import Batches
-from sources.training_data import prompt_key
+from sources.training_data import example_key
 
 
 def test_prompts_that_say_the_same_have_one_key_and_others_have_not():
     same = ["What is  2+2?", "what is\n2+2? ", [{"role": "user", "content": "What is 2+2?"}]]
-    assert len({prompt_key({"prompt": prompt}) for prompt in same}) == 1
+    assert len({example_key({"prompt": prompt}) for prompt in same}) == 1
     others = ["What is 2+3?", [{"role": "system", "content": "What is 2+2?"}],
               [{"role": "user", "content": "What is"}, {"role": "user", "content": "2+2?"}]]
-    assert len({prompt_key({"prompt": prompt}) for prompt in [same[0], *others]}) == 4
+    assert len({example_key({"prompt": prompt}) for prompt in [same[0], *others]}) == 4
 
 
 def test_the_order_depends_on_seed_and_position_alone():

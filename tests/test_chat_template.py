@@ -7,14 +7,14 @@ import pytest
 import torch
 from conftest import ARCHITECTURES, quick_config
 
-from config import Config, GRPOConfig, ModelConfig
+from config import GRPOConfig, ModelConfig
 from data import encode_demonstration, encode_prompt
 from environments.conversations import Conversation
 from environments.messages import encode_reply, encode_turns
 from engine.models import load_any_policy, load_any_tokenizer, save_any_policy
 from model import byte_tokenizer
 from policy import Policy
-from runs.groups import conversation_sampler
+from runs.groups import Scoring, sampler_of
 from runs.setup import set_up
 from sample import demonstrations_as_rollout, stop_token_ids
 from sources import load_examples
@@ -71,7 +71,8 @@ def test_variables_reach_the_template_and_are_saved_with_the_tokenizer(base, tmp
 
 
 @pytest.mark.parametrize("variables,demonstration,sampled", [
-    (OFF, "2", "2<|im_end|>"), ("", "<think>\nhm\n</think>\n\n2", "<think>\nhm\n</think>\n\n2<|im_end|>"), ("", "2", "2<|im_end|>"),
+    (OFF, "2", "2<|im_end|>"), ("", "<think>\nhm\n</think>\n\n2", "<think>\nhm\n</think>\n\n2<|im_end|>"),
+    ("", "2", "2<|im_end|>"),
 ])
 def test_prompt_and_demonstration_are_what_the_template_makes_of_both(base, variables, demonstration, sampled):
     tokenizer = load(base, chat_template_kwargs=variables)
@@ -99,16 +100,10 @@ def test_none_leaves_text_as_it_is(base):
     assert tokenizer.decode(ids) == "2<|im_end|>"
 
 
-def test_a_prompt_has_the_ids_of_the_rendered_text(base):
-    tokenizer = load(base)
-    plain = [{"role": "user", "content": "1+1=?"}, {"role": "user", "content": "2 \n"}]
-    rendered = tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=True)
-    assert encode_prompt(tokenizer, plain) == tokenizer(rendered, add_special_tokens=False).input_ids
-
-
 CALLS = (
-    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}{% for c in m.tool_calls or [] %}"
-    "<call>{{ c.function.name }} {{ c.function.arguments | tojson }}{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
+    "{% for c in m.tool_calls or [] %}<call>{{ c.function.name }} {{ c.function.arguments | tojson }}{% endfor %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
 ASKED = {"role": "user", "content": "1+1=?"}
 CALL = {"type": "function", "id": None, "function": {"name": "add", "arguments": {"a": 1, "message": None}}}
 AS_TEXT = {"function": {"name": "add", "arguments": '{"a": 1}'}}
@@ -121,8 +116,10 @@ def said(*calls, content="", **more):
 
 
 @pytest.mark.parametrize("completion,expected", [
-    ([said(CALL, content="I look.")], 'I look.<call>add {"a": 1}<|im_end|>'), ([said(CALL, content=None)], '<call>add {"a": 1}<|im_end|>'),
-    ([said(AS_TEXT, CALL)], '<call>add {"a": 1}<call>add {"a": 1}<|im_end|>'), ([said(content=" 2\n", id=None)], " 2\n<|im_end|>"), ([said(content="2", id="x")], "does not write all of .*'id': 'x'"),
+    ([said(CALL, content="I look.")], 'I look.<call>add {"a": 1}<|im_end|>'),
+    ([said(CALL, content=None)], '<call>add {"a": 1}<|im_end|>'),
+    ([said(AS_TEXT, CALL)], '<call>add {"a": 1}<call>add {"a": 1}<|im_end|>'),
+    ([said(content=" 2\n", id=None)], " 2\n<|im_end|>"), ([said(content="2", id="x")], "does not write all of .*'id': 'x'"),
     ([said(CALL, content="I look."), {"role": "tool", "content": "2"}, said(content="2!")],
      'I look.<call>add {"a": 1}<|im_end|>\n<|im_start|>tool\n2<|im_end|>\n<|im_start|>assistant\n2!<|im_end|>'),
     ([said({"function": {"name": "now", "arguments": None}})], "<call>now {}<|im_end|>"),
@@ -136,7 +133,8 @@ def test_a_demonstration_with_calls_is_written_by_the_template_or_refused(base, 
     for row in {"prompt": [ASKED], "completion": completion}, {"messages": [ASKED, *completion]}:
         (example,) = load_examples([row])
         if len(completion) > 1 and "messages" in row:
-            assert example["completion"] == "2!" and '<call>add {"a": 1}<|im_end|>' in tokenizer.decode(encode_prompt(tokenizer, example["prompt"]))
+            text = tokenizer.decode(encode_prompt(tokenizer, example["prompt"]))
+            assert example["completion"] == "2!" and '<call>add {"a": 1}<|im_end|>' in text
         elif expected.startswith("does"):
             with pytest.raises(ValueError, match=f"^the chat template {expected}.*; make it content$"):
                 encode_turns(tokenizer, example["prompt"], example["completion"], stops)
@@ -159,14 +157,16 @@ def test_the_tools_of_a_row_are_written_by_the_template(base, tools, written):
     assert tokenizer.decode(encode_prompt(tokenizer, example)) == expected
     settings = GRPOConfig(generation_max_length=2, num_completions_per_prompt=2)
     policy = Policy(model, tokenizer)
-    for sample in policy.sample, conversation_sampler(policy, lambda messages: None):
+    for environment in None, lambda messages: None:
+        sample = sampler_of(policy, Scoring([], [], environment))
         assert tokenizer.decode(sample([example], settings, [(0, 0)]).prompt_ids[0]) == expected
     assert tokenizer.decode(demonstrations_as_rollout(model, tokenizer, [example]).prompt_ids[0]) == expected
     tokenizer.tools = [{"function": "of the environment"}]
     assert ("of the environment" in tokenizer.decode(encode_prompt(tokenizer, example))) == (not written)
 
 
-GLM = "[gMASK]{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+GLM = "[gMASK]{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}" \
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 
 
 def test_a_turn_that_ends_with_the_next_role_ends_once():
@@ -176,13 +176,15 @@ def test_a_turn_that_ends_with_the_next_role_ends_once():
     for ended_by, expected in (user, "\nb<|assistant|>\n"), (tokenizer.eos_token_id, "<|user|>\nb<|assistant|>\n"):
         assert tokenizer.decode(encode_reply(tokenizer, "a", reply, stops, ended_by)) == expected
     conversation = Conversation(tokenizer, "a", lambda messages: "b", GRPOConfig(generation_max_length=99, max_turns=2), stops)
-    assert tokenizer.decode(conversation.end_turn([*tokenizer("x", add_special_tokens=False).input_ids, user])) == "\nb<|assistant|>\n"
+    assert tokenizer.decode(conversation.end_turn([*tokenizer("x", add_special_tokens=False).input_ids,
+        user])) == "\nb<|assistant|>\n"
     ids, own = encode_turns(tokenizer, "a", [said(content="x"), reply, said(content="y")], stops)
     assert tokenizer.decode(ids) == "x<eos><|user|>\nb<|assistant|>\ny<eos>" and own[:3] == [True, True, False]
 
 
 @pytest.mark.parametrize("template,stop", [
-    ("ChatML", "<|im_end|>"), ("Llama 3", "<|eot_id|>"), ("Gemma", "<end_of_turn>"), ("Phi", "<|end|>"), (GLM, None), (None, None),
+    ("ChatML", "<|im_end|>"), ("Llama 3", "<|eot_id|>"), ("Gemma", "<end_of_turn>"), ("Phi", "<|end|>"), (GLM, None),
+    (None, None),
     ("{% for m in messages %}{{ m.content }}\n<|im_end|>{% endfor %}", "<|im_end|>"), ("{{ raise_exception('no') }}", None),
     ("{% for m in messages %}{{ m.content }} end{% endfor %}", None),
 ])
@@ -205,7 +207,7 @@ def test_the_role_of_a_tool_does_not_depend_on_what_it_says(known):
 
 def test_a_template_that_writes_the_date_writes_the_same_on_every_day(base, tmp_path, capsys):
     folder = shutil.copytree(base, tmp_path / "dated")
-    clock = "{% if date_string is not defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}{{ date_string }}"       # Llama 3.2
+    clock = "{% if date_string is not defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}{{ date_string }}"
     (folder / "chat_template.jinja").write_text(clock + TEMPLATE)
     for variables, day in ("", "26 Jul 2024"), ('{"date_string": "1 May 2025"}', "1 May 2025"):
         tokenizer = load(folder, chat_template_kwargs=variables)
@@ -214,15 +216,12 @@ def test_a_template_that_writes_the_date_writes_the_same_on_every_day(base, tmp_
     assert "  note   the chat template writes the date; in all prompts it is 26 Jul 2024\n" in capsys.readouterr().out
 
 
-def test_variables_may_be_an_object_in_python():
-    assert Config(model=ModelConfig(chat_template_kwargs={"enable_thinking": False})).model.chat_template_kwargs == OFF
-
-
 def test_variables_need_a_template(base, tokenizer, tmp_path):
     tokenizer.save_pretrained(tmp_path)
     save_any_policy(ARCHITECTURES["qwen3"](), tokenizer, tmp_path)
     for folder, template in (tmp_path, "auto"), (base, "none"):
-        with pytest.raises(ValueError, match=r'--chat_template_kwargs=\{"enable_thinking": false\}: the chat template does not exist$'):
+        with pytest.raises(ValueError,
+            match=r'--chat_template_kwargs=\{"enable_thinking": false\}: the chat template does not exist$'):
             load(folder, chat_template=template, chat_template_kwargs=OFF)
 
 

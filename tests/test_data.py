@@ -41,13 +41,17 @@ PART = {"type": "text", "text": "1+1"}
 
 @pytest.mark.parametrize("row,changed", [
     ({"prompt": "1+1=?", "answer": "2", "level": 3, "rejected": "3"}, {}), ({"prompt": [SYSTEM, USER], "answer": ["2", 2.0]}, {}),
-    ({"prompt": "p", "answer": 2}, {"answer": "2"}), ({"prompt": "p", "answer": 0.1}, {"answer": "0.1"}), ({"prompt": "p", "answer": np.float32(0.1)}, {"answer": "0.1"}),
-    ({"prompt": [USER], "completion": [ASSISTANT]}, {"completion": ASSISTANT["content"]}), ({"prompt": "p", "completion": " \n"}, {"completion": None}),
+    ({"prompt": "p", "answer": 2}, {"answer": "2"}), ({"prompt": "p", "answer": 0.1}, {"answer": "0.1"}),
+    ({"prompt": "p", "answer": np.float32(0.1)}, {"answer": "0.1"}),
+    ({"prompt": [USER], "completion": [ASSISTANT]}, {"completion": ASSISTANT["content"]}),
+    ({"prompt": "p", "completion": " \n"}, {"completion": None}),
     ({"prompt": [SYSTEM, USER, ASSISTANT]}, {"prompt": [SYSTEM, USER], "completion": ASSISTANT["content"]}),
-    ({"prompt": "p", "completion": [ASSISTANT, USER, ASSISTANT]}, {}), ({"prompt": [USER], "completion": [message("assistant", "2", reasoning="hm")]}, {}),
+    ({"prompt": "p", "completion": [ASSISTANT, USER, ASSISTANT]}, {}),
+    ({"prompt": [USER], "completion": [message("assistant", "2", reasoning="hm")]}, {}),
     ({"prompt": [message("user", [PART, {"type": "text", "text": "=?"}], name=None)]}, {"prompt": [USER]}),
     ({"prompt": [USER, message("assistant", None, tool_calls=[CALL]), USER]}, {}),
-    ({"prompt": [USER, message("assistant", None, tool_calls=[{"function": {"name": "add", "arguments": '{"a": 1}'}, "id": None}])]},
+    ({"prompt": [USER, message("assistant", None,
+     tool_calls=[{"function": {"name": "add", "arguments": '{"a": 1}'}, "id": None}])]},
      {"prompt": [USER], "completion": [message("assistant", None, tool_calls=[{"function": CALL["function"]}])]}),
 ])
 def test_a_usual_row_is_taken_as_it_is(row, changed):
@@ -57,33 +61,47 @@ def test_a_usual_row_is_taken_as_it_is(row, changed):
 
 # What is odd in a row, and the words of the one line that says so.
 ODD = [
-    (5, "the prompt must be text or chat messages, not 5"), ({"text": "a", "gold": "b"}, "columns text, gold: name one with --prompt_column, or a text such as '... {text} ... {gold}'"),
-    ({"prompt": None}, "not None; the row has the columns prompt"), ({"prompt": " \n"}, "the prompt is empty: data.filter"), ({"prompt": []}, "the prompt is empty"),
-    ({"prompt": b"1+1"}, "must be text or chat messages, not b'1[+]1'"), ({"prompt": np.array([USER])}, "must be text or chat messages, not array"),
-    ({"prompt": json.dumps([USER])}, "the text of chat messages; parse it: data.map.lambda row: {'prompt': json.loads"), ({"prompt": str([USER])}, "the text of chat messages; parse it"),
-    ({"prompt": "half a pair \ud800"}, "surrogates not allowed"), ({"prompt": ["1+1"]}, "chat messages must look like .*, not '1[+]1': data.map"),
-    ({"prompt": [{"content": "1+1"}]}, "chat messages must look like"), ({"prompt": [message("user", 5)]}, "content of a message must be text or parts .* not 5; .*data.filter"),
-    ({"prompt": [message("user", [PART, {"type": "image", "text": "x"}])]}, "must be text or parts .*'type': 'image'"), ({"prompt": [message("user", ["1+1"])]}, "must be text or parts"),
-    ({"prompt": [message("user", [{"type": "text", "text": None}])]}, "must be text or parts"), ({"prompt": [message("user", None), USER]}, "must be text or parts .* not None"),
-    ({"prompt": [USER, message("assistant", None, tool_calls=[{"function": {"arguments": "a=1"}}])]}, "arguments of a tool call must be an object, not 'a=1'"),
-    ({"prompt": [USER, ASSISTANT], "completion": "2"}, "there is a completion, and the prompt ends with another one; remove one"),
-    ({"prompt": "p", "completion": ASSISTANT}, "completion must be text, or the assistant's messages .*data.map"), ({"prompt": "p", "completion": 5}, "completion must be text"),
-    ({"prompt": "p", "completion": [ASSISTANT, ASSISTANT]}, "with one other message between each two"), ({"prompt": "p", "completion": [USER]}, "completion must be text"),
-    ({"prompt": "p", "completion": []}, "completion must be text"), ({"prompt": "p", "answer": {"a": 1}}, "answer must be .* not the dict {'a': 1}: .* --answer_column a.b"),
-    ({"prompt": "p", "answer": date(2024, 3, 1)}, "not the date datetime.date.2024, 3, 1.: data.map"), ({"prompt": "p", "answer": (1, 2)}, "not the tuple"), ({"prompt": "p", "answer": np.array(7)}, "not the ndarray"),
+    (5, "the prompt must be text or chat messages, not 5"),
+    ({"text": "a", "gold": "b"}, "columns text, gold: name one with --prompt_column, or a text such as '... {text} ... {gold}'"),
+    ({"prompt": None}, "not None; the row has the columns prompt"), ({"prompt": " \n"}, "the prompt is empty: data.filter"),
+    ({"prompt": b"1+1"}, "must be text or chat messages, not b'1[+]1'"),
+    ({"prompt": json.dumps([USER])}, "the text of chat messages: data.map.lambda row: {'prompt': json.loads"),
+    ({"prompt": "half a pair \ud800"}, "surrogates not allowed"),
+    ({"prompt": ["1+1"]}, "chat messages must look like .*, not '1[+]1': data.map"),
+    ({"prompt": [message("user", 5)]}, "content of a message must be text or parts .* not 5: data.map.*data.filter"),
+    ({"prompt": [message("user", [PART, {"type": "image", "text": "x"}])]}, "must be text or parts .*'type': 'image'"),
+    ({"prompt": [message("user", None), USER]}, "must be text or parts .* not None"),
+    ({"prompt": [USER, message("assistant", None, tool_calls=[{"function": {"arguments": "a=1"}}])]},
+     "arguments of a call must be an object, not 'a=1': data.map"),
+    ({"prompt": [USER, ASSISTANT], "completion": "2"}, "completion and prompt end with a reply; data.map"),
+    ({"prompt": "p", "completion": ASSISTANT}, "completion must be text, or the assistant's messages .*data.map"),
+    ({"prompt": "p", "completion": 5}, "completion must be text"),
+    ({"prompt": "p", "completion": [ASSISTANT, ASSISTANT]}, "with one other message between each two"),
+    ({"prompt": "p", "completion": [USER]}, "completion must be text"),
+    ({"prompt": "p", "completion": []}, "completion must be text"),
+    ({"prompt": "p", "answer": {"a": 1}}, "answer must be .* not the dict {'a': 1}: .* --answer_column a.b"),
+    ({"prompt": "p", "answer": date(2024, 3, 1)}, "not the date datetime.date.2024, 3, 1.: data.map"),
+    ({"prompt": "p", "answer": (1, 2)}, "not the tuple"), ({"prompt": "p", "answer": np.array(7)}, "not the ndarray"),
     ({"prompt": "p", "answer": b"7"}, "not the bytes"), ({"prompt": "p", "answer": {7}}, "not the set"),
 ]
 ODD_COLUMNS = [                 # which sources.load_examples reads
-    ({"question": "q", "options": "A. 1\nB. 2"}, "choices or options must be a list of at most 26 texts, not 'A. 1"), ({"question": "q", "choices": [3, 4]}, "list of at most 26 texts, not .3, 4."),
-    ({"question": "q", "choices": ["a"] * 27}, "list of at most 26 texts"), ({"question": "q", "choices": np.array(["a", "b"])}, "list of at most 26 texts"),
-    ({"question": "q", "options": {"top_p": 0.7}}, "data.rename_column"), ({"question": "q", "choices": ["a", "b"], "answer": 2}, "the answer 2 is no index, label or text of its 2 choices"),
-    ({"question": "q", "choices": ["a", "b"], "answer": "c"}, "the answer 'c' is no index"), ({"prompt": "p", "tools": "hammer"}, "tools must be a list of schemas .* not 'hammer'; .*data.rename_column"),
-    ({"prompt": "p", "tools": ["hammer"]}, "tools must be a list of schemas"), ({"prompt": "p", "answer": "5*4 is 20. The answer is: 20"}, "answer is a whole solution, .*The answer is: 20'.*split"),
-    ({"prompt": "p", "answer": "So it is 3.\n**Final Answer:** 3"}, "answer is a whole solution"), ({"conversations": [{"from": "human"}]}, "chat messages must look like"),
+    ({"question": "q", "options": "A. 1\nB. 2"}, "choices or options must be a list of at most 26 texts, not 'A. 1"),
+    ({"question": "q", "choices": [3, 4]}, "list of at most 26 texts, not .3, 4."),
+    ({"question": "q", "choices": ["a"] * 27}, "list of at most 26 texts"),
+    ({"question": "q", "choices": np.array(["a", "b"])}, "list of at most 26 texts"),
+    ({"question": "q", "options": {"top_p": 0.7}}, "data.rename_column"),
+    ({"question": "q", "choices": ["a", "b"], "answer": 2}, "the answer 2 is no index, label or text of its 2 choices"),
+    ({"question": "q", "choices": ["a", "b"], "answer": "c"}, "the answer 'c' is no index"),
+    ({"prompt": "p", "tools": "hammer"}, "tools must be a list of schemas .* not 'hammer': data.map.*data.rename_column"),
+    ({"prompt": "p", "tools": ["hammer"]}, "tools must be a list of schemas"),
+    ({"prompt": "p", "answer": "5*4 is 20. The answer is: 20"}, "answer is a whole solution, .*The answer is: 20'.*split"),
+    ({"prompt": "p", "answer": "So it is 3.\n**Final Answer:** 3"}, "answer is a whole solution"),
+    ({"conversations": [{"from": "human"}]}, "chat messages must look like"),
 ]
 
 
-@pytest.mark.parametrize("row,words,loads", [*((*odd, [data.load_examples, load_examples]) for odd in ODD), *((*odd, [load_examples]) for odd in ODD_COLUMNS)])
+@pytest.mark.parametrize("row,words,loads",
+    [*((*odd, [data.load_examples, load_examples]) for odd in ODD), *((*odd, [load_examples]) for odd in ODD_COLUMNS)])
 def test_an_odd_row_is_refused_in_one_line_with_its_number(row, words, loads):
     for load in loads:
         with pytest.raises(ValueError, match=f"^dataset: example 2: [^\n]*{words}[^\n]*$"):
@@ -91,9 +109,12 @@ def test_an_odd_row_is_refused_in_one_line_with_its_number(row, words, loads):
 
 
 @pytest.mark.parametrize("source,message", [
-    *((name, rf"{name}: neither .* from sources import load_examples") for name in ("openai/gsm8k:main", "data.csv", "countdown")),
-    ("none.jsonl", "none.jsonl: no such file"), ([], "dataset: no examples in it"), ({"train": []}, "dataset: must be a list of examples .*, not a dict: choose a split.*"),
-    (iter("a"), "dataset: must be a list .*, not a str_.*iterator: .*"), (type("DataFrame", (list,), {"keys": None})("a"), "dataset: must be a list .*, not a DataFrame: .*"),
+    *((name, rf"{name}: neither .* from sources import load_examples") for name in ("openai/gsm8k:main", "data.csv",
+        "countdown")),
+    ("none.jsonl", "none.jsonl: no such file"), ([], "dataset: no examples in it"),
+    ({"train": []}, "dataset: must be a list of examples .*, not a dict: choose a split.*"),
+    (iter("a"), "dataset: must be a list .*, not a str_.*iterator: .*"),
+    (type("DataFrame", (list,), {"keys": None})("a"), "dataset: must be a list .*, not a DataFrame: .*"),
 ])
 def test_a_source_that_the_core_does_not_read_is_refused(source, message):
     for load in [data.load_examples] if isinstance(source, str) else [data.load_examples, load_examples]:
@@ -110,7 +131,8 @@ def test_a_line_that_is_not_json_is_named(tmp_path, line):
 
 def test_addition_problems_lists_and_json_lines_are_examples(tmp_path):
     problems = data.load_examples("arithmetic", "test", limit=2)
-    assert [eval(row["prompt"].removesuffix("=?")) for row in problems] == [int(row["answer"]) for row in problems] and len(problems) == 2
+    assert [str(eval(row["prompt"].removesuffix("=?"))) for row in problems] == [row["answer"] for row in problems]
+    assert len(problems) == 2
     with pytest.raises(ValueError, match="split=dev: built-in problems have the splits train and test"):
         data.load_examples("arithmetic", "dev")
     assert data.load_examples(["a", [USER], {"prompt": "b"}]) == [{"prompt": "a"}, {"prompt": [USER]}, {"prompt": "b"}]
@@ -125,25 +147,31 @@ def test_columns_have_usual_names_or_are_named():
 
     def read(**columns):
         (example,) = load_examples([row], columns=columns)
-        assert {name: example[name] for name in ("frage", "gold", "a.b", "a")} == {name: row[name] for name in ("frage", "gold", "a.b", "a")}
+        assert {name: example[name] for name in ("frage", "gold", "a.b", "a")} == {name: row[name] for name in ("frage",
+            "gold", "a.b", "a")}
         return [example.get(name) for name in ("prompt", "answer", "completion")]
 
     assert read() == ["not this", "because", None] and read(answer="gold", completion="solution") == ["not this", "7", "because"]
-    assert read(prompt="frage", answer="", completion="solution") == ["q", None, "because"], "not the answer, which it would be otherwise"
+    assert read(prompt="frage", answer="", completion="solution") == ["q", None,
+        "because"], "not the answer, which it would be otherwise"
     assert read(answer="solution", completion="solution") == ["not this", "because", "because"]
     assert read(answer="a.b")[1] == "1" and read(answer="a.b.c")[1] == [7]
     assert read(prompt='{frage} {a.b} \\frac{1}{2} {"x": 1} {no column}')[0] == 'q 1 \\frac{1}{2} {"x": 1} {no column}'
     for column in "gone", "a.x", "frage.x", "{frage} {gone}", "{gone}":
-        with pytest.raises(ValueError, match=f"^dataset: example 1: --prompt_column={re.escape(column)}: the row has the columns frage, prompt"):
+        with pytest.raises(ValueError,
+            match=f"^dataset: example 1: --prompt_column={re.escape(column)}: the row has the columns frage, prompt"):
             read(prompt=column)
-    assert load_examples([{"prompt": None, "question": "q", "target": 3}])[0] == {"prompt": "q", "question": "q", "target": 3, "answer": "3"}
+    assert load_examples([{"prompt": None, "question": "q", "target": 3}])[0] == {"prompt": "q", "question": "q", "target": 3,
+        "answer": "3"}
     train_set, _ = load_data(parse_config(["--prompt_column", "frage", "--eval_limit", "0"]), [row])
     assert [e["prompt"] for e in train_set] == ["q"]
 
 
 @pytest.mark.parametrize("value,column,words", [
-    (2.5, "{price:.2f} Euros", "{price:.2f}: formats are not supported; write {price}"), (2.5, "{price!r}", "{price!r}: formats are not supported"),
-    (date(2024, 3, 1), "On {price}?", "{price} is the date datetime.date(2024, 3, 1), not text: data.map(lambda row: {'price': str"),
+    (2.5, "{price:.2f} Euros", "{price:.2f}: formats are not supported; write {price}"),
+    (2.5, "{price!r}", "{price!r}: formats are not supported"),
+    (date(2024, 3, 1), "On {price}?",
+     "{price} is the date datetime.date(2024, 3, 1), not text: data.map(lambda row: {'price': str"),
 ])
 def test_what_braces_cannot_write_is_refused(value, column, words):
     with pytest.raises(ValueError, match=f"example 1: .*{re.escape(words)}"):
@@ -181,16 +209,19 @@ def test_bos_comes_once_with_and_without_a_chat_template(tokenizer, chat_tokeniz
 
 KNOWN_ROLES = (
     "{% for m in messages %}{% if m.role == 'system' %}S {{ m.content }}\n{% elif m.role == 'user' %}U {{ m.content | trim }}\n"
-    "{% elif m.role == 'assistant' %}A {{ (m.content or '').split('</think>')[-1] | trim }}\n{% elif m.role == 'tool' %}T {{ m.content | tojson }}\n"
+    "{% elif m.role == 'assistant' %}A {{ (m.content or '').split('</think>')[-1] | trim }}\n"
+    "{% elif m.role == 'tool' %}T {{ m.content | tojson }}\n"
     "{% endif %}{% endfor %}{% if add_generation_prompt %}A {% endif %}"
 )
 
 
 @pytest.mark.parametrize("template,messages,problem", [
-    (KNOWN_ROLES, [message("developer", "Be brief."), USER], "the prompt lacks the developer's message 'Be brief.': the chat template omits it; .* --chat_template none"),
+    (KNOWN_ROLES, [message("developer", "Be brief."), USER],
+     "the prompt lacks the developer's message 'Be brief.': the chat template omits it; .* --chat_template none"),
     ("{% for m in messages %}{{ m.content[0].text }}{% endfor %}", [USER], "the prompt lacks the user's message '1[+]1=[?]'"),
     ("{{ raise_exception('System role not supported') }}", [SYSTEM], "rejects the prompt.*System role not supported"),
-    (KNOWN_ROLES, [USER, message("assistant", "<think>\n1+1\n</think>\n\n2"), message("tool", 'two\n"lines"'), message("user", " é \n")], None),
+    (KNOWN_ROLES, [USER, message("assistant", "<think>\n1+1\n</think>\n\n2"), message("tool", 'two\n"lines"'),
+     message("user", " é \n")], None),
     (KNOWN_ROLES, [USER, message("assistant", None), USER], None), (None, [message("developer", "Be brief."), USER], None),
 ])
 def test_a_message_that_the_template_omits_or_rejects_is_one_line(chat_tokenizer, template, messages, problem):

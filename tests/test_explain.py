@@ -128,7 +128,8 @@ def test_every_table_by_hand(tmp_path, capsys, tables):
     picked = [(g, t) for g in (order[0], order[-1]) for t in sorted(logp[g].argsort(stable=True)[:6].tolist())]
     (head, before), (_, after) = tables["3"], tables["6"]
     assert [line[:3] for line in before] == [
-        [str(g), repr(run.policy.tokenizer.decode([int(whole.completion_ids[4 + g, t])])), f"{logp[g][t]:.4f}"] for g, t in picked]
+        [str(g), repr(run.policy.tokenizer.decode([int(whole.completion_ids[4 + g, t])])), f"{logp[g][t]:.4f}"]
+        for g, t in picked]
     assert all(line[2] == line[3] and line[4] == "1.0000" and line[6] == "no" for line in before)
     assert [line[:3] for line in after] == [line[:3] for line in before]
     held = []
@@ -148,7 +149,7 @@ def test_every_table_by_hand(tmp_path, capsys, tables):
     names, values = zip(*tables["4"][1])
     assert names == ("policy_loss", "kl_term", "entropy_term", "total_loss")
     assert [*map(float, values)] == pytest.approx([*terms, sum(terms)], abs=2e-6)
-    assert f"dr_grpo: constant of the losses of {sum(map(len, logp))} tokens, with weights from 0.0208 to 0.0208\n" in printed, "1 / 48"
+    assert f"dr_grpo: constant of the losses of {sum(map(len, logp))} tokens, with weights from 0.0208 to 0.0208\n" in printed
     assert "learning rate 5e-05\n" in printed, "of this step, not of the next one"
 
     became = [(float(line[1]), float(line[2]), float(line[3]), float(line[4].removesuffix(" nat"))) for line in tables["7"][1]]
@@ -159,7 +160,8 @@ def test_every_table_by_hand(tmp_path, capsys, tables):
 
 @pytest.mark.parametrize("arguments", [5, 4])             # of policy_loss: with weights, without them
 def test_the_gradient_norm_depends_on_the_size_of_passes_only_without_weights(tmp_path, capsys, monkeypatch, arguments):
-    monkeypatch.setattr(train, "policy_loss", lambda *tensors, loss=train.policy_loss, **options: loss(*tensors[:arguments], **options))
+    monkeypatch.setattr(train, "policy_loss", lambda *tensors, loss=train.policy_loss,
+        **options: loss(*tensors[:arguments], **options))
     norms = map(float, re.search(r"gradient norm ([\d.e-]+) .*?: ([\d.e-]+)\)", explained(tmp_path, capsys)).groups())
     assert (math.isclose(*norms, rel_tol=1e-3)) == (arguments == 5)
 
@@ -169,7 +171,8 @@ def test_a_value_head_gives_each_token_its_own_advantage_and_the_loss_a_term(tmp
     printed = explained(tmp_path, capsys, "--use_value_head", "--cold_start_steps", "2")
     assert "A: value head" in printed and not (tmp_path / "out").exists()
     names, values = zip(*tables["4"][1])
-    assert names == ("policy_loss", "value_term", "total_loss") and float(values[2]) == pytest.approx(float(values[0]) + float(values[1]), abs=2e-6)
+    assert names == ("policy_loss", "value_term",
+        "total_loss") and float(values[2]) == pytest.approx(float(values[0]) + float(values[1]), abs=2e-6)
     mask = torch.tensor([[True, True, False], [False] * 3])
     some = SimpleNamespace(table=SimpleNamespace(mask=mask, advantages=torch.tensor([[2.0, 4.0, 9.0], [1.0, 1.0, 1.0]])))
     assert explain.mean_advantages(some).tolist() == [3.0, 0.0], "of tokens, without padding"

@@ -78,7 +78,8 @@ def test_the_interval_of_rewards_is_normal_over_problems_not_over_completions():
     mean, half = statistics.mean(means), 1.96 * statistics.stdev(means) / math.sqrt(8)
     for times in 1, 3:                                    # more completions are no more problems
         problems = problems_of({"mine": [row * times for row in rewards]})
-        assert estimate_all(problems)["reward/mine"] == pytest.approx({"mean": mean, "low": mean - half, "high": mean + half, "problems": 8})
+        assert estimate_all(problems)["reward/mine"] == pytest.approx({"mean": mean, "low": mean - half, "high": mean + half,
+            "problems": 8})
     for equal in ([0.3], [0.1] * 9, [0.0] * 9, [1.0] * 9):
         found = estimate_mean(np.array(equal), is_share=False)
         assert found["low"] is None is found["high"] and found["mean"] == pytest.approx(equal[0])
@@ -140,7 +141,8 @@ def test_the_metrics_of_an_evaluation(folder, monkeypatch, settings):
     examples = [{"prompt": "easy", "answer": "1"}] * 3 + [{"prompt": "hard", "answer": "1"}] + [{"prompt": "unknown"}]
     result = evaluate(engine, examples, settings, Scoring([correctness, length], [1.0, 1.0]), seed=0, num_completions=2)
     shares, lengths = estimate_mean(np.array([1.0, 1.0, 1.0, 0.0]), True), estimate_mean(np.array([8.5] * 4 + [14.5]), False)
-    expected = {"pass@2": shares, "majority@2": shares, "accuracy": shares, "reward/correctness": shares, "reward/length": lengths}
+    expected = {"pass@2": shares, "majority@2": shares, "accuracy": shares, "reward/correctness": shares,
+        "reward/length": lengths}
     assert result.pop("eval_truncated") > 0
     assert result == {"eval_problems": 4, "eval_prompts": 1.0} | {
         f"eval_{name.replace('/', end + '/') if '/' in name else name + end}": estimate[end.strip("_") or "mean"]
@@ -181,7 +183,8 @@ def test_an_evaluation_prints_its_progress_stops_between_batches_and_continues(m
 @pytest.mark.parametrize("call", [1, 5])
 def test_a_signal_in_the_first_or_last_evaluation_stops_it_and_a_resumed_run_repeats_it(tmp_path, monkeypatch, capsys, call):
     """An evaluation has four batches of two problems."""
-    flags = "--use_grpo --cold_start_steps 0 --max_steps 2 --generation_batch_size 4 --log_rollouts_every 1 --eval_samples 2".split()
+    flags = "--use_grpo --cold_start_steps 0 --max_steps 2 --generation_batch_size 4 --log_rollouts_every 1".split()
+    flags += ["--eval_samples", "2"]
     never, real, calls = run_folder(tmp_path / "never", *flags), evaluation.score, []
     first = read_jsonl(never / "metrics.jsonl")[0]
     shown = f"of 8 x 2, pass@2 {first['eval_pass@2']:.3f}, cut {first['eval_truncated']:.0%}\n"
@@ -195,7 +198,8 @@ def test_a_signal_in_the_first_or_last_evaluation_stops_it_and_a_resumed_run_rep
 
     monkeypatch.setattr(evaluation, "score", interrupted)
     stopped = run_folder(tmp_path / "stopped", *flags)
-    assert len(calls) == call and not (stopped / "final").exists() and "; continue with: python train.py" in capsys.readouterr().out
+    assert len(calls) == call and not (stopped / "final").exists()
+    assert "; continue with: python train.py" in capsys.readouterr().out
     assert len(read_jsonl(stopped / "metrics.jsonl")) == (0 if call == 1 else 3), "the evaluation is not logged"
     train.main(["--output_dir", str(stopped), "--resume"])
     assert_same(stopped, never)
@@ -203,7 +207,8 @@ def test_a_signal_in_the_first_or_last_evaluation_stops_it_and_a_resumed_run_rep
 
 def test_an_evaluation_on_a_cpu_has_64_problems_of_a_model_and_256_of_the_demonstration(folder, tmp_path, capsys):
     path = write_lines(tmp_path / "data.jsonl", [{"prompt": f"{i}+1=?", "answer": str(i + 1)} for i in range(2000)])
-    flags = ["--use_grpo", "--dataset", path, "--report_to", "none", "--cold_start_steps", "0", "--output_dir", str(tmp_path / "run")]
+    flags = ["--use_grpo", "--dataset", path, "--report_to", "none", "--cold_start_steps", "0", "--output_dir",
+        str(tmp_path / "run")]
     for model, limit in (["--model_path", folder], 64), ([], 256), (["--model_path", folder, "--eval_limit", "65"], 65):
         run = set_up(parse_config([*flags, *model]))
         assert len(run.eval_set) == limit == run.config.data.eval_limit

@@ -25,12 +25,17 @@ NONE = {"truncated": 0.0, "zero_variance_groups": 1.0, "zero_variance_right_grou
 
 
 @pytest.mark.parametrize("metrics,flags,right,seen,expected", [
-    ({"truncated": 0.9}, {}, {"correctness": 0, "last_number": 7}, "", "90% of the completions were cut at 256 tokens: --generation_max_length 512"),
-    ({"truncated": 0.3}, {}, {"correctness": 0, "last_number": 7}, "of 16, 0 have tags", "none is right by correctness (of 16, 0 have tags), 7 by last_number: --reward_functions last_number"),
-    ({}, {}, {"correctness": 0, "last_number": 0}, "of 16, 9 have tags", "none is right by correctness (of 16, 9 have tags): ask for the form of the answer by --instruction"),
+    ({"truncated": 0.9}, {}, {"correctness": 0, "last_number": 7}, "",
+     "90% of the completions were cut at 256 tokens: --generation_max_length 512"),
+    ({"truncated": 0.3}, {}, {"correctness": 0, "last_number": 7}, "of 16, 0 have tags",
+     "none is right by correctness (of 16, 0 have tags), 7 by last_number: --reward_functions last_number"),
+    ({}, {}, {"correctness": 0, "last_number": 0}, "of 16, 9 have tags",
+     "none is right by correctness (of 16, 9 have tags): ask for the form of the answer by --instruction"),
     ({"turns": 1.0}, {"environment": "calculator", "max_turns": 2}, {}, "", "no completion was answered by the environment"),
-    ({"turns": 1.5}, {"environment": "calculator", "max_turns": 2}, {}, "", "100% of the groups have zero variance (equal rewards), so their advantages are 0: use easier problems"),
-    ({"zero_variance_right_groups": 0.8}, {}, {"correctness": 14}, "", "100% of the groups have zero variance (equal rewards), so their advantages are 0: all completions are right in most"),
+    ({"turns": 1.5}, {"environment": "calculator", "max_turns": 2}, {}, "",
+     "100% of the groups have zero variance (equal rewards), so their advantages are 0: use easier problems"),
+    ({"zero_variance_right_groups": 0.8}, {}, {"correctness": 14}, "",
+     "100% of the groups have zero variance (equal rewards), so their advantages are 0: all completions are right in most"),
     ({"zero_variance_groups": 0.7}, {}, {"correctness": 0}, "", ""), ({}, {"use_value_head": True}, {"correctness": 0}, "", ""),
 ])
 def test_the_cause_comes_before_its_symptoms_and_names_a_flag(metrics, flags, right, seen, expected):
@@ -70,14 +75,18 @@ def test_the_time_of_a_run_counts_updates_evaluations_and_epochs():
     assert "4 updates and 0 evaluations of 0 problems about 0:00:52" in time_of_run(run, 10.0, 1.0)
 
 
-def test_check_prints_what_the_model_reads_and_writes_and_shortens_what_takes_long(tmp_path, model, tokenizer, capsys, monkeypatch):
+def test_check_prints_what_the_model_reads_and_writes_and_shortens_what_takes_long(tmp_path, model, tokenizer, capsys,
+    monkeypatch):
     save_policy(model, tokenizer, tmp_path / "model")
     flags = [*QUICK, "--use_grpo", "--model_path", str(tmp_path / "model"), "--check", "--output_dir", str(tmp_path / "run")]
     train.main(flags)
     printed = capsys.readouterr().out
-    prompt = re.search(r"the first prompt, as it is tokenised: '<bos>(\d+\+\d+=\?)'\nits first completion, (\d+) tokens: ", printed)
-    assert prompt and int(prompt[2]) <= 16 and re.search(r"\nright, of 16: correctness \d+, last_number \d+, math_equality \d+\n", printed)
-    assert printed.splitlines()[-1] in ("rewards differ within groups: there is something to learn",) or ": --" in printed.splitlines()[-1]
+    prompt = re.search(r"the first prompt, as it is tokenised: '<bos>(\d+\+\d+=\?)'\nits first completion, (\d+) tokens: ",
+        printed)
+    assert prompt and int(prompt[2]) <= 16
+    assert re.search(r"\nright, of 16: correctness \d+, last_number \d+, math_equality \d+\n", printed)
+    assert printed.splitlines()[-1] in ("rewards differ within groups: there is something to learn",
+        ) or ": --" in printed.splitlines()[-1]
     assert "  note   here completions were cut" not in printed and not (tmp_path / "run").exists()
     monkeypatch.setattr(first_contact, "SECONDS", 0)
     train.main([*flags, "--generation_max_length", "12"])
@@ -101,5 +110,6 @@ def test_sampling_that_takes_long_prints_a_line_now_and_then(base, capsys, monke
         policy.on_tokens = console.on_tokens
         policy.sample(["1+1=?", "2+2=?"], config, 0)
         lines = [line for line in capsys.readouterr().out.splitlines() if "sampling" in line]
-        assert lines and all(re.fullmatch(r"  sampling: [1-4] tokens, [0-4] completions are not finished", line) for line in lines)
+        assert lines and all(re.fullmatch(r"  sampling: [1-4] tokens, [0-4] completions are not finished",
+            line) for line in lines)
 

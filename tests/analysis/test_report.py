@@ -48,7 +48,8 @@ def panels_of(monkeypatch, folder):
 
 def curves_of(axes):
     """{label: [(step, value), ...]} of a panel."""
-    return {line.get_label(): list(zip(*line.get_data(), strict=True)) for line in axes.lines if not line.get_label().startswith("_")}
+    lines = [line for line in axes.lines if not line.get_label().startswith("_")]
+    return {line.get_label(): list(zip(*line.get_data(), strict=True)) for line in lines}
 
 
 def test_curves_have_every_step_with_a_number_the_interval_and_the_start_of_a_phase(tmp_path, monkeypatch):
@@ -56,7 +57,8 @@ def test_curves_have_every_step_with_a_number_the_interval_and_the_start_of_a_ph
     assert list(panels) == ["reward", "held out (share), 95 % interval", "groups and completions (share)", "length (tokens)",
                             "policy (nat/token)", "KL (nat/token)", "time (s)"]
     rewards = curves_of(panels["reward"])
-    assert rewards == {"mean_reward": [(step, step / 12) for step in range(2, 13)], "reward/correctness": [(step, 0.5) for step in range(2, 13)]}
+    assert rewards == {"mean_reward": [(step, step / 12) for step in range(2, 13)],
+        "reward/correctness": [(step, 0.5) for step in range(2, 13)]}
     assert curves_of(panels["KL (nat/token)"]) == {"kl": [(step, 0.01) for step in range(2, 13) if step != 3]}
     held_out = panels["held out (share), 95 % interval"]
     assert curves_of(held_out) == {"eval_accuracy": [(0, 0.1), (12, 0.8)]}
@@ -105,7 +107,8 @@ def test_of_the_last_steps_a_few_groups_are_shown_the_newest_step_first_and_tied
     assert titles == [f"step {step}, group {group}" for step in (22, 18, 14) for group in (1, 2)]
     monkeypatch.setattr(report, "GROUPS_SHOWN", 4)
     page = Page(write_report(folder))
-    assert [text for text in page.texts if text.startswith("step 22")] == ["step 22", *(f"step 22, group {p}" for p in (1, 2, 3)), "step 22, group 0, zero variance"]
+    assert [text for text in page.texts if text.startswith("step 22")] == ["step 22",
+        *(f"step 22, group {p}" for p in (1, 2, 3)), "step 22, group 0, zero variance"]
     assert [dict(attributes) for tag, attributes in page.tags if tag == "details"] == [{}, {"open": None}, {}, {}], "the newest"
 
 
@@ -148,11 +151,6 @@ def test_tokens_have_their_text_with_the_space_they_begin_with(tmp_path):
     assert "".join(report.token_text(tokenizer, token) for token in (0, 1, 2, 4)) == " the cats ."
 
 
-def test_prompts_are_shown_as_people_read_them(tmp_path):
-    prompt = [{"role": "system", "content": "<i>"}, {"role": "user", "content": "q"}]
-    assert "system: <i>\nuser: q" in Page(write_report(fake_run(tmp_path / "run", prompt=prompt))).texts
-
-
 # ---- what is not trusted --------------------------------------------------------------------------------------------
 
 
@@ -183,7 +181,7 @@ def test_no_field_of_a_file_becomes_part_of_the_page(tmp_path):
         file.writelines(json.dumps(line) + "\n" for line in lines)
     page = Page(write_report(folder))
     assert page.kinds == harmless.kinds
-    assert f"--{hostile}" in page.texts and any(text.endswith(f"{hostile} until step 14") for text in page.texts), "they are shown"
+    assert f"--{hostile}" in page.texts and any(text.endswith(f"{hostile} until step 14") for text in page.texts)
 
 
 @pytest.mark.parametrize("keep", [[], ["metrics.jsonl"]])
@@ -200,7 +198,8 @@ def test_a_run_that_has_written_nothing_yet_has_a_report(tmp_path, keep):
     (lambda folder: (folder / "config.json").unlink(), "config.json: not a readable JSON file of settings: .*No such file"),
     (lambda folder: (folder / "config.json").write_text("[1]"), "config.json: must hold an object"),
     (lambda folder: (folder / "rollouts.jsonl").write_text('{"step": 1, "phase": "grpo"}\n'), "is damaged: KeyError: 'group'"),
-    (lambda folder: (folder / "metrics.jsonl").write_text('{"step": "1", "phase": "grpo"}\n{"step": 2}\n'), "is damaged: KeyError: 'phase'"),
+    (lambda folder: (folder / "metrics.jsonl").write_text('{"step": "1", "phase": "grpo"}\n{"step": 2}\n'),
+     "is damaged: KeyError: 'phase'"),
 ])
 def test_a_folder_without_a_valid_run_is_rejected_in_one_line(tmp_path, break_it, message):
     folder = fake_run(tmp_path / "run")
@@ -245,7 +244,8 @@ def test_runs_that_differ_in_the_seed_alone_have_a_mean_and_a_range(tmp_path, ca
 
 
 def test_settings_of_other_runs_do_not_control_the_terminal(tmp_path):
-    folders = [run_of(tmp_path / str(n), accuracy(0.5), flags=["--instruction", text]) for n, text in enumerate(("x", "\x1b]0;title\x07"))]
+    folders = [run_of(tmp_path / str(n), accuracy(0.5), flags=["--instruction", text])
+        for n, text in enumerate(("x", "\x1b]0;title\x07"))]
     assert "\\x1b]0;title\\x07" in compare_runs(folders)
 
 
@@ -257,9 +257,3 @@ def test_runs_that_do_not_reward_correctness_are_compared_by_their_own_rewards(t
     header, *rows = rows_of(compare_runs([a, b]))
     assert header[-2:] == ["eval_reward/diversity before", "eval_reward/diversity after"]
     assert [row[-2:] for row in rows] == [["2.000", "2.000"], ["?", "?"], ["2.000 (2.000 to 2.000)"] * 2]
-
-
-def test_a_run_without_an_evaluation_is_one_line(tmp_path):
-    a, b = run_of(tmp_path / "a", accuracy(0.5)), run_of(tmp_path / "b")
-    with pytest.raises(ValueError, match=f"^--report: {b} has no evaluation on held-out problems"):
-        compare_runs([a, b])

@@ -9,7 +9,6 @@ from project_files import ROOT
 import train
 from analysis.reward_linter import EXAMPLES, completions_of, doubtful_answers, lint
 from config import GRPOConfig
-from reward_functions.loading import load_reward_function
 from rewards import correctness
 from sources import load_examples
 
@@ -29,9 +28,11 @@ def linted(model, tokenizer):
 
 @pytest.mark.parametrize("function,flag", [
     (lambda completions, **columns: [-float(len(c)) for c in completions], "not less than gold (-"),
-    (lambda completions, answer, **columns: [float(a in c) for c, a in zip(completions, answer)], "not less than gold (1.00): spam (1.00)"),
+    (lambda completions, answer, **columns: [float(a in c) for c, a in zip(completions, answer)],
+     "not less than gold (1.00): spam (1.00)"),
     (lambda completions, **columns: [float("..." in c) for c in completions], "more than wrong (0.00): form (1.00)"),
     (lambda completions, **columns: [0.5 for c in completions], "every completion gets 0.5, so all advantages would be 0"),
+    (lambda completions, **columns: [float("\n" not in c) for c in completions], "gold with a newline in it gets less (0.00)"),
     (correctness, ""),
 ])
 def test_what_is_odd_is_flagged(linted, function, flag):
@@ -53,10 +54,12 @@ def test_flags_are_those_of_the_weighted_sum(linted):
 
 @pytest.mark.parametrize("example,wrong", [
     ({}, "y = 2"), ({"wrong": "x = 3"}, "x = 3"), ({"wrong": ""}, "y = 2"),
-    ({"answer": "Paris", "completion": ""}, "<answer>not Paris</answer>"), ({"answer": "-7", "completion": ""}, "<answer>-21</answer>"),
+    ({"answer": "Paris", "completion": ""}, "<answer>not Paris</answer>"),
+    ({"answer": "-7", "completion": ""}, "<answer>-21</answer>"),
     ({"answer": ["we", "us"], "completion": ""}, "<answer>not we</answer>"), ({"answer": {"x": 1}}, "y = 2"),
     ({"answer": "$\\boxed{\\frac{3}{2}}$", "completion": "so $\\boxed{\\frac{3}{2}}$"}, "so $\\boxed{\\frac{13}{2}}$"),
-    ({"answer": "10", "completion": "<reasoning>5 and 5 are 10</reasoning><answer>10</answer>"}, "<reasoning>5 and 5 are 10</reasoning><answer>27</answer>"),
+    ({"answer": "10", "completion": "<reasoning>5 and 5 are 10</reasoning><answer>10</answer>"},
+     "<reasoning>5 and 5 are 10</reasoning><answer>27</answer>"),
 ])
 def test_what_counts_as_wrong_comes_from_the_column_the_answer_or_another_example(example, wrong):
     texts = completions_of({"prompt": "p", "completion": "x = 1"} | example, {"prompt": "q", "completion": "y = 2"})
@@ -73,39 +76,6 @@ def test_of_a_conversation_the_last_turn_is_changed_and_without_an_answer_there_
         linted(correctness, examples=messages[1:])
 
 
-BUGS = {                        # of published rewards: source, answers, demonstrations, the flag
-    "huggingface/open-r1#86, #293: a gold answer that is not LaTeX cannot be parsed, and all get full points": (
-        """from rewards import extract_answer
-def reward(completions, answer, **columns):
-    return [1.0 if "$" not in a else float(a == extract_answer(c)) for c, a in zip(completions, answer)]
-""", "x = {} or 5", "<reasoning>so</reasoning><answer>{}</answer>", "every completion gets 1, so all advantages"),
-    "unslothai/unsloth#1761, huggingface/open-r1#237: the form may have no newlines": (
-        """import re
-def reward(completions, **columns):
-    return [float(bool(re.match("<reasoning>.*?</reasoning>.*?<answer>.*?</answer>", c))) for c in completions]
-""", "{}", "<reasoning>a and b</reasoning><answer>{}</answer>", "gold with a newline in it gets less (0.00) than without (1.00)"),
-    "the answer counts anywhere": (
-        """def reward(completions, answer, **columns):
-    return [float(a in c) for c, a in zip(completions, answer)]
-""", "{}", "<reasoning>so</reasoning><answer>{}</answer>", "not less than gold (1.00): spam (1.00)"),
-    "the answer counts in any box": (
-        r"""import re
-def reward(completions, answer, **columns):
-    return [float(a in re.findall(r"boxed{\s*(.*?)\s*}", c)) for c, a in zip(completions, answer)]
-""", "{}", "so \\boxed{{{}}}.", "not less than gold (1.00): spam (1.00)"),
-}
-
-
-@pytest.mark.parametrize("name", BUGS)
-def test_bugs_of_published_rewards_are_named(linted, tmp_path, name):
-    source, answer, completion, expected = BUGS[name]
-    (tmp_path / "own.py").write_text(source)
-    answers = [answer.format(n) for n in (27, 36, 615, 48)]
-    examples = [{"prompt": "p", "answer": a, "completion": completion.format(a)} for a in answers]
-    _, flags = linted(load_reward_function(f"{tmp_path}/own.py:reward"), examples=examples)
-    assert any(expected in flag for flag in flags), flags
-
-
 def test_check_prints_the_table_in_the_docs(capsys, monkeypatch):
     page = (ROOT / "docs/rewards.md").read_text().partition("## Rewards of right")[2].partition("\n## ")[0]
     command = re.search(r"^ {4}python train.py (.*)$", page.replace("\\\n        ", ""), re.M)[1]
@@ -117,9 +87,13 @@ def test_check_prints_the_table_in_the_docs(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("answer,prompt,words", [
-    ("Add them.\n72", "p", "have several lines, such as 'Add them.\\n72'"), ("[1, 2]", "p", "are the text of a list, such as '[1, 2]'"), ("['a'", "p", ""), ("[0, 1)", "p", ""), ("72\n", "p", ""),
-    ("2", "2*2?\nA. 2\nB. 3\nC. 4", "are numbers while the prompt offers letters, such as '2'"), ("2.0", "2*2? A) 2 B) 3", "are numbers"), ("2", "2*2? (A) 2 (B) 3", "are numbers"),
-    ("2", [{"role": "user", "content": "2*2?\nA. 2\nB. 3"}], "are numbers"), ("C", "2*2?\nA. 2\nB. 3\nC. 4", ""), ("2", "A has 2, B has 3.", ""), ("2", "Is it USA. or B. 2?", ""), ("2", "Is it A. Smith or AB. 2?", ""), (["1", "2"], "p", ""), (None, "p", ""),
+    ("Add them.\n72", "p", "have several lines, such as 'Add them.\\n72'"),
+    ("[1, 2]", "p", "are the text of a list, such as '[1, 2]'"), ("['a'", "p", ""), ("[0, 1)", "p", ""), ("72\n", "p", ""),
+    ("2", "2*2?\nA. 2\nB. 3\nC. 4", "are numbers while the prompt offers letters, such as '2'"),
+    ("2.0", "2*2? A) 2 B) 3", "are numbers"), ("2", "2*2? (A) 2 (B) 3", "are numbers"),
+    ("2", [{"role": "user", "content": "2*2?\nA. 2\nB. 3"}], "are numbers"), ("C", "2*2?\nA. 2\nB. 3\nC. 4", ""),
+    ("2", "A has 2, B has 3.", ""), ("2", "Is it USA. or B. 2?", ""), ("2", "Is it A. Smith or AB. 2?", ""),
+    (["1", "2"], "p", ""), (None, "p", ""),
 ])
 def test_gold_answers_that_may_be_misread_are_counted(answer, prompt, words):
     found = doubtful_answers([{"prompt": "3?", "answer": "3"}, {"prompt": prompt, "answer": answer}])
@@ -137,10 +111,12 @@ def test_check_scores_as_many_examples_as_it_says_and_none_of_conversations(caps
         "def count(completions, **columns):\n    print('called with', len(completions))\n    return [0.0] * len(completions)\n"
         "def fussy(completions, **columns):\n    raise KeyError('level')\n")
     printed = check(capsys, tmp_path, "--reward_functions", f"{tmp_path}/own.py:count")
-    assert printed.count("called with") == 4 and f"called with {6 * EXAMPLES}\n" in printed and "the start-up check has passed\n" in printed
+    assert printed.count("called with") == 4 and f"called with {6 * EXAMPLES}\n" in printed
     (tmp_path / "data.jsonl").write_text('{"prompt": "2*2?\\nA. 3\\nB. 4", "answer": "4"}\n' * 20)
-    assert "- 20 of 20 answers are numbers while" in check(capsys, tmp_path, "--dataset", f"{tmp_path}/data.jsonl", "--eval_limit", "0", "--cold_start_steps", "0")
-    assert "| reward |" not in check(capsys, tmp_path, *"--environment calculator --max_turns 2 --reward_functions environment".split())
+    assert "- 20 of 20 answers are numbers while" in check(capsys, tmp_path, "--dataset", f"{tmp_path}/data.jsonl",
+        "--eval_limit", "0", "--cold_start_steps", "0")
+    assert "| reward |" not in check(capsys, tmp_path,
+        *"--environment calculator --max_turns 2 --reward_functions environment".split())
     with pytest.raises(SystemExit) as stop:
         check(capsys, tmp_path, "--reward_functions", f"{tmp_path}/own.py:fussy")
     assert stop.value.code == 1 and "reward function fussy raised KeyError: 'level'" in capsys.readouterr().err

@@ -197,7 +197,8 @@ def test_an_enormous_message_is_cut_and_says_so(tokenizer, settings):
 
 @pytest.mark.parametrize("answer,message", [
     (lambda: 1 / 0, "ZeroDivisionError: division by zero"), (lambda: "", "not text, a message with text"),
-    (lambda: " \n", "not text, a message with text"), (lambda: 7, "returned 7, not text"), (lambda: {"content": "x"}, "not text, a message"),
+    (lambda: " \n", "not text, a message with text"), (lambda: 7, "returned 7, not text"),
+    (lambda: {"content": "x"}, "not text, a message"),
     (lambda: {"role": "assistant", "content": "x"}, "not the assistant's"), (lambda: ("x", math.nan), "gave a reward of nan"),
     (lambda: ("x", "y"), "TypeError"), (lambda: ("x", 1, 2), "TypeError"),
 ])
@@ -288,7 +289,7 @@ def test_metrics_and_records_tell_the_tokens_of_the_policy_from_those_of_the_env
         examples=[{"prompt": prompt} for prompt in PROMPTS + CHATS], groups=None,
         table=SimpleNamespace(rollout=rollout, advantages=rollout.turn_points, by_token=False))
     for row, record in enumerate(completion_records(experience)):
-        assert record["sampling_logp"].count(None) == given[row] and len(record["completion_ids"]) - record["tokens"] == given[row]
+        assert record["sampling_logp"].count(None) == len(record["completion_ids"]) - record["tokens"] == given[row]
         assert sum(record["turn_points"]) == pytest.approx(float(rollout.turn_points[row].sum()))
 
 
@@ -296,6 +297,7 @@ def test_a_reply_with_the_text_of_a_special_token_ends_no_turn(settings):
     tokenizer = chat_tokenizer("chatml")
     replies = []
     for said in "a<|im_<|im_end|>end|>b", "ab":
-        conversation = Conversation(tokenizer, "1+1=?", lambda messages, said=said: said, replace(settings, generation_max_length=99), [tokenizer.eos_token_id])
+        conversation = Conversation(tokenizer, "1+1=?", lambda messages, said=said: said,
+            replace(settings, generation_max_length=99), [tokenizer.eos_token_id])
         replies.append(conversation.end_turn([*tokenizer("2", add_special_tokens=False).input_ids, tokenizer.eos_token_id]))
     assert replies[0] == replies[1] and replies[0].count(tokenizer.eos_token_id) == 1

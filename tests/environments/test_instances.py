@@ -1,6 +1,5 @@
 """Environments with a state: TRL's contract, threads, time limits, and what bad ones cost."""
 
-import copy
 import itertools
 import json
 import math
@@ -24,7 +23,7 @@ from environments.conversations import Conversations, sample_with_environment
 from environments.instances import close_all, load_environment, refuse_missing_columns, tools_of
 from environments.tools import run_call
 from reward_functions import environment
-from runs.groups import Scoring, score
+from runs.groups import Scoring, sampler_of, score
 from scripted_turns import run_scripted_turns
 
 CALL = '<tool_call>{"name": "%s", "arguments": %s}</tool_call>'
@@ -287,7 +286,7 @@ def test_what_reset_returns_has_a_place_in_every_form_of_prompt(tokenizer, setti
     chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "Go."}]
     for prompt in "Go.", chat:
         prompt_ids = encode_prompt(tokenizer, start(tokenizer, settings, cls, {"prompt": prompt}).prompt)
-        assert tokenizer.decode(prompt_ids).rstrip().removesuffix("assistant:").endswith("Go. It is dark." + "\n" * (prompt is chat))
+        assert tokenizer.decode(prompt_ids).removesuffix("\nassistant: ").endswith("Go. It is dark.")
     assert chat[-1]["content"] == "Go."
 
 
@@ -301,10 +300,9 @@ def test_the_text_of_reset_counts_as_a_part_of_the_prompt(model, tokenizer, sett
             return "nothing"
 
     def sample(limit):
-        limited = copy.deepcopy(tokenizer)
-        limited.max_prompt_length = limit
-        return sample_with_environment(make_engine("plain", model, limited), Wordy, [{"prompt": "abc"}], settings, [(0, 0)])
+        policy = make_engine("plain", model, tokenizer)
+        return sampler_of(policy, Scoring([], [], Wordy, None, limit))([{"prompt": "abc"}], settings, [(0, 0)])
 
     assert sample(24).prompt_ids.shape[1] == 24           # with BOS
-    with pytest.raises(RunError, match="with the text of reset a prompt has 24 tokens, more than --max_prompt_length=23; raise it"):
+    with pytest.raises(RunError, match="with the text of reset a prompt has 24 tokens, more than --max_prompt_length=23;"):
         sample(23)

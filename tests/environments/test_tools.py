@@ -46,7 +46,8 @@ def fails(**arguments):
 
 
 TOOLS = dict(
-    calculate=calculate, weather=weather, look=look, multiply=multiply, fails=fails, silent=lambda: " \n", echo=lambda n="none": n)
+    calculate=calculate, weather=weather, look=look, multiply=multiply, fails=fails, silent=lambda: " \n",
+    echo=lambda n="none": n)
 
 
 @pytest.mark.parametrize("text,results", [
@@ -59,18 +60,25 @@ TOOLS = dict(
         (', "arguments": "n=3"', "error: not {"), (', "arguments": 3', "error: not {"),
     ]),
     ("silent" + "<tool_call>" + '{"name": "silent", "arguments": {}}', ["(nothing)"]),
-    ("<tool_call>{broken</tool_call>", ["error: not {"]), ("<tool_call>[1]</tool_call>", ["error: not {"]), ("<tool_call></tool_call>", ["error: not {"]),
+    ("<tool_call>{broken</tool_call>", ["error: not {"]), ("<tool_call>[1]</tool_call>", ["error: not {"]),
+    ("<tool_call></tool_call>", ["error: not {"]),
     ('<tool_call>{"name": "search", "arguments": {}}</tool_call>', ['error: not {"name": "calculate|weather|']),
-    ('<tool_call>{"name": [], "arguments": {}}</tool_call>', ["error: "]), ('<tool_call>{"name": "fails", "arguments": [1]}</tool_call>', ["error: not {"]),
+    ('<tool_call>{"name": [], "arguments": {}}</tool_call>', ["error: "]),
+    ('<tool_call>{"name": "fails", "arguments": [1]}</tool_call>', ["error: not {"]),
     ('<tool_call>{"name": "fails", "arguments": {"a": 1}}</tool_call>', ["error: KeyError"]),
     ('<tool_call>{"name": "calculate", "arguments": {"x": 1}}</tool_call>', ["error: calculate() got an unexpected keyword"]),
     # At the end of a message.
-    ("so: calculate(3*(4+5))", ["27"]), ("With calculate(x) I get calculate(3*(4+5)) ", ["27"]), ("calculate('1+1')", ["2"]), ("calculate(7)", ["7"]),
+    ("so: calculate(3*(4+5))", ["27"]), ("With calculate(x) I get calculate(3*(4+5)) ", ["27"]), ("calculate('1+1')", ["2"]),
+    ("calculate(7)", ["7"]),
     ("calculate(1)) calculate(2", []), ("the answer is 132", []), ("calculated(1+1)", []), ("calculate(1+1) is 2", []),
-    ("look(Oslo, Norway)", ["Oslo, Norway"]), ("look(5)", ["5"]), ("look(x = 1; print(x))", ["x = 1; print(x)"]), ("look(city='Oslo')", ["Oslo"]),
-    ("look(city=Oslo)", ["Oslo"]), ("look()", ["error: look() missing"]), ('look("Oslo", "F")', ["error: "]), ('look(__import__("os").getcwd())', ['__import__("os").getcwd()']),
-    ('weather("Oslo", "F")', ["Oslo F"]), ('weather(unit="F", city="Rome")', ["Rome F"]), ("weather(Oslo)", ["error: not weather(city=..., unit=...)"]),
-    ("weather(**{'city': 'Oslo'})", ["error: "]), ('weather(town="Oslo")', ["error: "]), ("multiply(3, b=-4)", ["-12"]), ("multiply(3)", ["error: "]),
+    ("look(Oslo, Norway)", ["Oslo, Norway"]), ("look(5)", ["5"]), ("look(x = 1; print(x))", ["x = 1; print(x)"]),
+    ("look(city='Oslo')", ["Oslo"]),
+    ("look(city=Oslo)", ["Oslo"]), ("look()", ["error: look() missing"]), ('look("Oslo", "F")', ["error: "]),
+    ('look(__import__("os").getcwd())', ['__import__("os").getcwd()']),
+    ('weather("Oslo", "F")', ["Oslo F"]), ('weather(unit="F", city="Rome")', ["Rome F"]),
+    ("weather(Oslo)", ["error: not weather(city=..., unit=...)"]),
+    ("weather(**{'city': 'Oslo'})", ["error: "]), ('weather(town="Oslo")', ["error: "]), ("multiply(3, b=-4)", ["-12"]),
+    ("multiply(3)", ["error: "]),
     ("silent()", ["(nothing)"]), ("silent(5)", ["error: "]),
 ])
 def test_tool_calls_are_found_and_answered(text, results):
@@ -97,7 +105,7 @@ FORMS = {                       # of tool calls in chat templates, and whether t
         f"<tool_call>\n<function={NAME}>\n{{% for k, v in c.function.arguments.items() %}}<parameter={{{{ k }}}}>\n{{{{ v }}}}\n"
         "</parameter>\n{% endfor %}</function>\n</tool_call>", False),
     "Mistral": (f'[TOOL_CALLS][{{"name": "{NAME}", "arguments": {ARGUMENTS}, "id": "{{{{ c.id }}}}"}}]', False),
-    "DeepSeek": (f"<\uff5ctool▁call▁begin\uff5c>function<\uff5ctool▁sep\uff5c>{NAME}\n```json\n{ARGUMENTS}\n```<\uff5ctool▁call▁end\uff5c>", False),
+    "DeepSeek": (f"<\uff5ctool▁call▁begin\uff5c>function<\uff5ctool▁sep\uff5c>{NAME}\n```json\n{ARGUMENTS}\n```", False),
     "none": ("", True),
 }
 
@@ -107,8 +115,9 @@ def test_a_form_of_tool_calls_that_is_not_read_is_named(form):
     written, is_read = FORMS[form]
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = CHATML.replace("CALL", written)
-    note = tools.unread_calls(tokenizer, [calculate])
-    assert note == "" if is_read else "calculate" in note and "not read" in note and "\n" not in note
+    notes = []
+    instances.offer_tools(tokenizer, instances.BUILT_IN["calculator"], notes.append)
+    assert notes == [] if is_read else "not read" in notes[0] and "calculate" in notes[0] and "\n" not in notes[0]
 
 
 def test_a_message_without_a_call_ends_the_conversation():
@@ -131,13 +140,5 @@ def test_python_runs_in_the_sandbox_and_is_refused_where_nothing_can_be_containe
         raise RuntimeError("programs cannot be isolated here")
 
     monkeypatch.setattr(instances, "run_python", refuses)
-    with pytest.raises(ValueError, match="--environment=python: programs cannot be isolated here; or use calculator"):
+    with pytest.raises(ValueError, match=r"^--environment=python: programs cannot be isolated here$"):
         load_environment("python")
-
-
-def test_the_tool_calls_of_a_message_share_a_time_limit(monkeypatch):
-    clock, calls = iter([0.0, 1.0, 9.0, 11.0, 12.0]), []
-    monkeypatch.setattr(tools.time, "monotonic", lambda: next(clock))
-    call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
-    results = tools.run_calls(call * 4, {"add": lambda a: calls.append(a) or "done"})
-    assert results == ["done", "done"] + ["error: too much time in one message"] * 2 and calls == [1, 1]

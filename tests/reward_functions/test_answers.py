@@ -54,13 +54,15 @@ def test_text_is_compared_as_it_is_seen(one, other):
     assert rewards.same_answer(one, other) and rewards.same_answer(other, one)
 
 
-@pytest.mark.parametrize("one,other", [("10\u00b2", "102"), ("x\u2082", "x2"), ("2\u00bd", "21/2"), ("\u0664\u0662", "24"), ("cafe", "caf\u00e9"), ("4 2", "42")])
+@pytest.mark.parametrize("one,other",
+    [("10\u00b2", "102"), ("x\u2082", "x2"), ("2\u00bd", "21/2"), ("\u0664\u0662", "24"), ("cafe", "caf\u00e9"), ("4 2", "42")])
 def test_powers_fractions_and_accents_are_not_lost(one, other):
     assert not rewards.same_answer(one, other)
 
 
 @pytest.mark.parametrize("value,texts", [
-    (None, []), (math.nan, []), ("", []), (" ", []), ("nan", []), ("rm", ["rm"]), (7, ["7"]), (0, ["0"]), ([], []), (["rm", "ls"], ["rm", "ls"]),
+    (None, []), (math.nan, []), ("", []), (" ", []), ("nan", []), ("rm", ["rm"]), (7, ["7"]), (0, ["0"]), ([], []),
+    (["rm", "ls"], ["rm", "ls"]),
     ("['rm', 'ls']", ["rm", "ls"]), ("[]", []), ("[a-z]", ["[a-z]"]),
     ((1, 2.5), ["1", "2.5"]), ([[1]], ["[1]"]), ({"text": ["x"]}, ["{'text': ['x']}"]), (range(2), ["0", "1"]),
 ])
@@ -69,9 +71,12 @@ def test_a_single_value_is_a_list_of_one_and_a_missing_one_none(value, texts):
 
 
 @pytest.mark.parametrize("text,content", [
-    ("\\boxed{4}", "4"), ("$\\boxed 4$", "4"), ("\\boxed6", "6"), ("\\fbox{2}", "2"), ("\\framebox{14}", "14"), ("\\framebox[2cm]{14}.", "14"), ("\\boxed {4}", "4"),
-    ("\\boxed 14 apples", "14"), ("\\boxed x$", "x"), ("$\\boxed \\frac{1}{2}$", "\\frac{1}{2}"), ("\\boxed -3.5.", "-3.5"), ("\\boxed{1}\\fbox{2}", "2"), ("\\boxed{{1}}", "{1}"),
-    ("\\boxed is a command", None), ("\\boxed", None), ("\\boxed{", None), ("\\boxedx", None), ("\\boxed{}", None), ("4", None), ("{4}", None), ("box{4}", None),
+    ("\\boxed{4}", "4"), ("$\\boxed 4$", "4"), ("\\boxed6", "6"), ("\\fbox{2}", "2"), ("\\framebox{14}", "14"),
+    ("\\framebox[2cm]{14}.", "14"), ("\\boxed {4}", "4"),
+    ("\\boxed 14 apples", "14"), ("\\boxed x$", "x"), ("$\\boxed \\frac{1}{2}$", "\\frac{1}{2}"), ("\\boxed -3.5.", "-3.5"),
+    ("\\boxed{1}\\fbox{2}", "2"), ("\\boxed{{1}}", "{1}"),
+    ("\\boxed is a command", None), ("\\boxed", None), ("\\boxed{", None), ("\\boxedx", None), ("\\boxed{}", None),
+    ("4", None), ("{4}", None), ("box{4}", None),
 ])
 def test_the_content_of_a_box(text, content):
     assert rewards.extract_boxed(text) == content

@@ -74,8 +74,10 @@ def test_a_function_gets_every_column_repeated_for_siblings_in_lists_of_its_own_
         completions.clear(), prompts.clear(), columns["answer"].clear()
         return [1.0] * 4
 
-    def spy(completions, prompts, prompt_ids, completion_ids, sampling_logp, trainer_state, log_extra, log_metric, tests, hint="-", **columns):
-        seen.update(columns, completions=completions, prompts=prompts, prompt_ids=prompt_ids, completion_ids=completion_ids, tests=tests, hint=hint)
+    def spy(completions, prompts, prompt_ids, completion_ids, sampling_logp, trainer_state, log_extra, log_metric, tests,
+        hint="-", **columns):
+        seen.update(columns, completions=completions, prompts=prompts, prompt_ids=prompt_ids, completion_ids=completion_ids,
+            tests=tests, hint=hint)
         assert vars(trainer_state) == {"global_step": 0, "max_steps": 1, "epoch": 0.0}, "without a run"
         return [0.0] * 4
 
@@ -93,8 +95,12 @@ def test_completions_annotated_as_token_ids_are_token_ids(annotation):
     names = {}
     exec(f"import typing\ndef f(completions: {annotation}):\n    return [float(sum(c)) for c in completions]", names)
     assert score(names["f"], *"abcd") == [[1.0, 7.0], [13.0, 19.0]]
-    exec("def g(completions: list[str], **columns):\n    assert 'prompt_ids' not in columns\n    return [float(len(c)) for c in completions]", names)
-    assert score(names["g"], *"abcd") == [[1.0, 1.0], [1.0, 1.0]]
+
+    def texts(completions: list[str], **columns):
+        assert "prompt_ids" not in columns
+        return [float(len(c)) for c in completions]
+
+    assert score(texts, *"abcd") == [[1.0, 1.0], [1.0, 1.0]]
 
 
 def test_a_column_that_is_called_solution_is_not_replaced_by_the_answer():
@@ -194,7 +200,8 @@ def test_logged_values_reach_metrics_and_records_of_a_step_and_an_evaluation(tmp
         with pytest.raises(RunError, match=f"log_metric: {name} is a metric of the run itself; choose another name"):
             refuse_taken_names({name: -5.0}, step)
     records = read_jsonl(run.folder.path / "rollouts.jsonl")
-    assert [r["extra"] for r in records] == [{"first": r["completion"][:1], "tensor": i, "object": "{1}"} for i, r in enumerate(records)]
+    for i, record in enumerate(records):
+        assert record["extra"] == {"first": record["completion"][:1], "tensor": i, "object": "{1}"}
 
 
 # ---- functions that fail -------------------------------------------------------------------------------------
@@ -204,9 +211,10 @@ def test_logged_values_reach_metrics_and_records_of_a_step_and_an_evaluation(tmp
 @pytest.mark.parametrize("kind", ["def", "async def"])
 def test_what_would_end_the_program_is_an_error_of_the_function(kind, error):
     names = {}
-    exec(f"import asyncio\n{kind} leaves(completions, **columns):\n    if 'c' in completions:\n        raise {error}\n    return [1.0] * len(completions)", names)
+    exec(f"import asyncio\n\n{kind} leaves(completions, **columns):\n    raise {error}", names)
     for timeout in 0.0, 20.0:
-        with pytest.raises(RunError, match=r"leaves raised (RuntimeError|CancelledError): .* \(<string>, line 4\); on 4 completions"):
+        with pytest.raises(RunError,
+            match=r"leaves raised (RuntimeError|CancelledError): .* \(<string>, line 4\); on 4 completions"):
             call_and_score([names["leaves"]], [1.0], rollout_of("a", "b", "c", "d"), EXAMPLES, timeout=timeout)
 
 
@@ -251,7 +259,7 @@ def test_async_functions_run_beside_each_other_on_one_loop_and_outputs_are_their
     assert len(set(loops)) == 1, "clients that a function keeps belong to one loop"
 
 
-def test_an_async_function_that_raises_or_hangs_is_named_and_the_others_count():
+def test_an_async_function_that_raises_or_hangs_is_named_and_the_others_are_cancelled_or_count():
     cancelled = threading.Event()
 
     async def raises(completions, **kwargs):
@@ -261,18 +269,26 @@ def test_an_async_function_that_raises_or_hangs_is_named_and_the_others_count():
     async def hangs(completions, **kwargs):
         try:
             await asyncio.sleep(30)
-        except asyncio.CancelledError:
+        finally:
             cancelled.set()
-            raise
 
+    rollout = rollout_of("a", "", "c", "d")
     with pytest.raises(RunError, match=r"raises raised ZeroDivisionError.*test_calling.*on 4 completions"):
-        score(raises, "a", "", "c", "d")
+        call_and_score([raises, hangs], [1.0, 1.0], rollout, EXAMPLES)
+    assert cancelled.wait(5)
+    cancelled.clear()
     reports, started = Reports(), time.monotonic()
-    total, _ = call_and_score(
-        [hangs, raises], [1.0, 1.0], rollout_of("a", "", "c", "d"), EXAMPLES, on_error="none", timeout=0.3, reports=reports)
+    total, _ = call_and_score([hangs, raises], [1.0, 1.0], rollout, EXAMPLES, on_error="none", timeout=0.3, reports=reports)
     assert time.monotonic() - started < 2 and total.isnan().all()
-    assert [f["function"] for f in reports.failures] == ["hangs", "raises"]
-    assert cancelled.wait(5), "and does not go on for ever"
+    assert [f["function"] for f in reports.failures] == ["hangs", "raises"] and cancelled.wait(5)
+
+
+def test_functions_for_messages_are_told_that_completions_of_texts_are_texts():
+    def of_trl(completions, **columns):
+        return [float(len(completion[0]["content"])) for completion in completions]
+
+    with pytest.raises(RunError, match=r"TypeError.*Completions are texts because the prompts are; pass prompts as messages\.$"):
+        score(of_trl, *"abcd")
 
 
 @contextlib.contextmanager
@@ -284,11 +300,6 @@ def at_most(seconds):
 
 def backtracks(completions, **columns):
     return [float(bool(re.match(r"(a+)+$", "a" * 40 + "b"))) for _ in completions]
-
-
-def spins(completions, **columns):
-    while True:
-        pass
 
 
 def catches(completions, **columns):
@@ -306,18 +317,18 @@ def waits_in_a_pool(completions, **columns):
         return threads.submit(threading.Event().wait, 8).result()
 
 
-@pytest.mark.parametrize("function", [backtracks, catches, waits_in_a_pool])
-def test_the_limit_interrupts(function):
+def spins(completions, **columns):
+    while True:
+        pass
+
+
+@pytest.mark.parametrize("function", [backtracks, catches, waits_in_a_pool, spins])
+def test_the_limit_interrupts_and_the_handler_of_before_is_restored(function):
+    before = signal.getsignal(signal.SIGALRM)
     with at_most(3), pytest.raises(RunError, match=r"no result within 0\.5 s"):
         score(function, *"ab", examples=EXAMPLES[:1], timeout=0.5)
-
-
-def test_the_handler_of_before_is_restored_and_no_timer_is_left():
-    before = signal.getsignal(signal.SIGALRM)
-    for function, raised in (spins, pytest.raises(RunError)), (length, contextlib.nullcontext()):
-        with raised:
-            score(function, *"ab", examples=EXAMPLES[:1], timeout=0.3)
-        assert signal.getsignal(signal.SIGALRM) == before and signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    assert score(length, *"ab", examples=EXAMPLES[:1], timeout=0.5) == [[1.0, 1.0]]
+    assert signal.getsignal(signal.SIGALRM) == before and signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
 def test_ctrl_c_ends_a_call_with_a_limit():
@@ -328,20 +339,3 @@ def test_ctrl_c_ends_a_call_with_a_limit():
             score(spins, *"ab", examples=EXAMPLES[:1], timeout=20.0)
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def test_async_functions_that_run_are_cancelled_when_another_one_raises():
-    ended = threading.Event()
-
-    async def waits(completions, **columns):
-        try:
-            await asyncio.sleep(60)
-        finally:
-            ended.set()
-
-    def raises(completions, **columns):
-        raise KeyError("no column")
-
-    with pytest.raises(RunError, match="reward function raises raised KeyError"):
-        call_and_score([raises, waits], [1.0, 1.0], rollout_of("a", "b"), EXAMPLES[:1])
-    assert ended.wait(5)

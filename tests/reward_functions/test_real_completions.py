@@ -88,7 +88,13 @@ def test_the_number_that_a_completion_ends_with():
     ("<answer>\uff08B\uff09</answer>", 1), ("<answer>答案\uff1aB</answer>", 1), ("\\boxed{选项B}", 1),
     ("<think>A? B?</think>\\boxed{B}", 1),
     ("<think>\\boxed{B}", 0), ("<answer>A or B</answer>", 0), ("\\boxed{A}", 0), ("\\boxed{A}, \\boxed{B}, \\boxed{C}", 0),
-    ("The answer is B.", 0),      # neither tags nor a box
+    # Neither tags nor a box: a single line, or the last one with the word "answer".
+    ("B", 1), ("(B)", 1), ("**B**.", 1), ("B. Bern", 1), ("Bern", 1), ("The answer is B.", 1), ("Correct answer: **B) Bern**", 1),
+    ("It lies on the Aare.\n\nTherefore, the correct answer is (B).", 1), ("<think>A? B?</think>\nB", 1), ("答案\uff1aB", 1),
+    ("A", 0), ("B or C", 0), ("Bern is B, I think.", 0), ("The answer is not B.", 0),
+    ("The answer is B\nbecause of the Aare.", 0),
+    ("A. Zurich\nB. Bern", 0), ("<think>The answer is B.", 0), ("<answer></answer>\nThe answer is B.", 0),
+    ("So \\boxed{A}. The answer is B.", 0), ("", 0),
 ])
 def test_the_choice_that_a_completion_ends_with(text, points):
     assert reward_functions.multiple_choice([text], answer=["B"], choices=["['Zurich', 'Bern', 'Geneva', 'Basel']"]) == [points]

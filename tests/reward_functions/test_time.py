@@ -15,8 +15,10 @@ from reward_functions.loading import BUILT_IN, load_reward_function
 IN_A_SANDBOX = {"math_equality", "passes_tests"}          # their time is that of processes
 UNITS = [
     "<reasoning>", "</reasoning>", "<answer>", "</answer>", "<answer>1", "</reasoning> <answer>", "<reasoning>x</reasoning>",
-    "<reasoning>x</reasoning><answer>1</answer>", "(", "[", '{"a":', "[1,", "(1+", "\\frac{", "```\n", "```json\n{}\n```", "9", "1,", "1.", "-",
-    "1/", "\u0663", "a ", "a b c d ", " ", "\n", "\\", "rm  -r", "\\boxed{", "<think>", "/10 ", "calculate(", "calculate()) ", "<tool_call>",
+    "<reasoning>x</reasoning><answer>1</answer>", "(", "[", '{"a":', "[1,", "(1+", "\\frac{", "```\n", "```json\n{}\n```",
+    "9", "1,", "1.", "-",
+    "1/", "\u0663", "a ", "a b c d ", " ", "\n", "\\", "rm  -r", "\\boxed{", "<think>", "/10 ", "calculate(", "calculate()) ",
+    "<tool_call>",
 ]
 FRAMES = ["{}", "<answer>{}</answer>", "<answer>{}!", "```json\n{}", "\\boxed{{{}}}"]
 

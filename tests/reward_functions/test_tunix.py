@@ -39,7 +39,8 @@ def test_the_four_rewards_of_tunix(text, truth, exact, approximate, answer, numb
     assert reward_functions.check_numbers([text], answer=[truth]) == [numbers]
 
 
-PIECES = ["<reasoning>", "</reasoning>", "<answer>", "</answer>", "x", "1", ".", ",", "-", " ", "\n", "<", ">", "\u0663", "\u00a0", "\u2028"]
+PIECES = ["<reasoning>", "</reasoning>", "<answer>", "</answer>", "x", "1", ".", ",", "-", " ", "\n", "<", ">", "\u0663",
+    "\u00a0", "\u2028"]
 texts = st.lists(st.sampled_from(PIECES), max_size=14).map("".join)
 TUNIX = re.compile(r"<reasoning>.+?</reasoning>.*?<answer>(.+?)(?:</answer>|$)", re.MULTILINE | re.DOTALL)
 

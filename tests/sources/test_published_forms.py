@@ -6,11 +6,8 @@ import pytest
 from test_data import data_of, write_lines
 
 from reward_functions.arithmetic import countdown
-from reward_functions.formats import multiple_choice
 from rewards import correctness
-from runs.command_line import parse_config
 from sources import load_examples
-from sources.training_data import validate_demonstrations
 
 
 def user(text):
@@ -28,25 +25,43 @@ def tagged(reasoning, answer):
 SHAREGPT = [{"from": "system", "value": "Be brief."}, {"from": "human", "value": "Count."}, {"from": "gpt", "value": "One."}]
 SYSTEM = {"role": "system", "content": "Be brief."}
 ADD = {"name": "add", "parameters": {"a": {"type": "number", "enum": None}}}
-CALLS = [user("1+1?"), assistant(None, tool_calls=[{"function": {"name": "add", "arguments": '{"a": 1}'}}]), {"role": "tool", "content": "2"}, assistant("Two.")]
+CALLS = [user("1+1?"), assistant(None, tool_calls=[{"function": {"name": "add", "arguments": '{"a": 1}'}}]),
+    {"role": "tool", "content": "2"}, assistant("Two.")]
 PUBLISHED = [                   # row, forms, prompt, answer, completion, other columns
-    ({"question": "2*2,000?", "answer": "2*2,000=<<2*2000=4000>>4,000.\n#### 4,000"}, "gsm8k", "2*2,000?", "4000", tagged("2*2,000=4,000.", "4000"), {}),
-    ({"problem": "$2x=1$", "solution": "By \\boxed{2}: \\boxed{\\frac{1}{2}}."}, "math", "$2x=1$", "\\frac{1}{2}", tagged("By \\boxed{2}: \\boxed{\\frac{1}{2}}.", "\\frac{1}{2}"), {}),
-    ({"problem": "$2x=1$", "solution": "So \\boxed{.5}", "answer": "1/2"}, "math", "$2x=1$", "1/2", tagged("So \\boxed{.5}", "1/2"), {}),              # MATH-500
-    ({"question": "$x^2$?", "final_answer": "2x", "r1_solution_1": "Rule."}, "", "$x^2$?", "2x", None, {}),                                           # DeepMath
-    ({"question": "2*2?", "choices": ["2", "3", "4"], "answer": 2}, "choices", "2*2?\nA. 2\nB. 3\nC. 4", "C", None, {}),                              # MMLU
-    ({"question": "2+2?", "choices": {"text": ["3", "4"], "label": ["1", "2"]}, "answerKey": "2"}, "choices", "2+2?\nA. 3\nB. 4", "B", None, {"choices": ["3", "4"]}),    # ARC
-    ({"question": "2+2?", "options": {"A": "3", "B": "4"}, "answer": "4", "answer_idx": "B"}, "choices", "2+2?\nA. 3\nB. 4", "4", None, {"choices": ["3", "4"]}),        # MedQA
-    ({"question": "2+2?", "options": ["3", "4"], "answer": "B", "answer_index": 1}, "choices", "2+2?\nA. 3\nB. 4", "B", None, {}),                    # MMLU-Pro
-    ({"instruction": "In French.", "input": "Hi,\nthere", "output": "Oui."}, "alpaca", "In French.\n\nHi,\nthere", None, "Oui.", {}),
+    ({"question": "2*2,000?", "answer": "2*2,000=<<2*2000=4000>>4,000.\n#### 4,000"}, "gsm8k", "2*2,000?", "4000",
+     tagged("2*2,000=4,000.", "4000"), {}),
+    ({"problem": "$2x=1$", "solution": "By \\boxed{2}: \\boxed{\\frac{1}{2}}."}, "math", "$2x=1$", "\\frac{1}{2}",
+     tagged("By \\boxed{2}: \\boxed{\\frac{1}{2}}.", "\\frac{1}{2}"), {}),
+    ({"problem": "$2x=1$", "solution": "So \\boxed{.5}", "answer": "1/2"}, "math", "$2x=1$", "1/2",
+     tagged("So \\boxed{.5}", "1/2"), {}),      # MATH-500
+    ({"question": "$x^2$?", "final_answer": "2x", "r1_solution_1": "Rule."}, "", "$x^2$?", "2x", None,
+     {}),      # DeepMath
+    ({"question": "2*2?", "choices": ["2", "3", "4"], "answer": 2}, "choices", "2*2?\nA. 2\nB. 3\nC. 4", "C", None,
+     {}),      # MMLU
+    ({"question": "2+2?", "choices": {"text": ["3", "4"], "label": ["1", "2"]}, "answerKey": "2"}, "choices",
+     "2+2?\nA. 3\nB. 4", "B", None, {"choices": ["3", "4"]}),      # ARC
+    ({"question": "2+2?", "options": {"A": "3", "B": "4"}, "answer": "4", "answer_idx": "B"}, "choices", "2+2?\nA. 3\nB. 4",
+     "4", None, {"choices": ["3", "4"]}),      # MedQA
+    ({"question": "2+2?", "options": ["3", "4"], "answer": "B", "answer_index": 1}, "choices", "2+2?\nA. 3\nB. 4", "B", None,
+     {}),      # MMLU-Pro
+    ({"instruction": "In French.", "input": "Hi,\nthere", "output": "Oui."}, "alpaca", "In French.\n\nHi,\nthere", None,
+     "Oui.", {}),
     ({"instruction": "In French.", "input": "", "output": "Oui."}, "", "In French.", None, "Oui.", {}),
     ({"id": "Q2_0", "conversations": SHAREGPT}, "sharegpt", [SYSTEM, user("Count.")], None, "One.", {}),
     ({"system": "Be brief.", "conversations": SHAREGPT[1:]}, "sharegpt", [SYSTEM, user("Count.")], None, "One.", {}),
     ({"text": "Double x.", "code": "def f(x): return 2 * x", "test_list": ["assert f(1) == 2"], "test_setup_code": ""}, "mbpp",
-     "Double x.\nYour code must pass these tests:\nassert f(1) == 2", None, "def f(x): return 2 * x", {"tests": ["assert f(1) == 2"]}),
-    ({"prompt": [user("1+1?")], "reward_model": {"ground_truth": "2", "style": "rule"}, "ability": "m"}, "verl", [user("1+1?")], "2", None, {}),
-    ({"prompt": [user("1+1?")], "reward_model": {"ground_truth": '["2", "two"]'}}, "verl", [user("1+1?")], ["2", "two"], None, {}),
-    ({"prompt": [user("Make 9.")], "reward_model": {"ground_truth": {"target": 9, "numbers": [4, 5]}}}, "verl", [user("Make 9.")], None, None, {"numbers": [4, 5]}),     # TinyZero
+     "Double x.\nYour code must pass these tests:\nassert f(1) == 2", None, "def f(x): return 2 * x",
+     {"tests": ["assert f(1) == 2"]}),
+    ({"prompt": "def f(x):\n", "test": "def check(candidate):\n    assert candidate(1) == 2, 'one'\n    assert True\n",
+      "entry_point": "f", "canonical_solution": "    return 2 * x"}, "humaneval",
+     "Complete this program, and write it in whole:\n\ndef f(x):\n", None, "def f(x):\n    return 2 * x",
+     {"tests": ["assert f(1) == 2"]}),
+    ({"prompt": [user("1+1?")], "reward_model": {"ground_truth": "2", "style": "rule"}, "ability": "m"}, "verl",
+     [user("1+1?")], "2", None, {}),
+    ({"prompt": [user("1+1?")], "reward_model": {"ground_truth": '["2", "two"]'}}, "verl", [user("1+1?")], ["2", "two"], None,
+     {}),
+    ({"prompt": [user("Make 9.")], "reward_model": {"ground_truth": {"target": 9, "numbers": [4, 5]}}}, "verl",
+     [user("Make 9.")], None, None, {"numbers": [4, 5]}),      # TinyZero
     ({"messages": CALLS, "tools": json.dumps([ADD])}, "tools",
      [CALLS[0], assistant(None, tool_calls=[{"function": {"name": "add", "arguments": {"a": 1}}}]), CALLS[2]], None, "Two.",
      {"tools": [{"type": "function", "function": {"name": "add", "parameters": {"a": {"type": "number"}}}}]}),
@@ -72,8 +87,10 @@ def test_of_a_form_that_only_some_rows_have_the_number_is_named():
 
 
 def test_countdown_needs_the_flag_that_the_message_names(tmp_path):
-    path = write_lines(tmp_path / "countdown.jsonl", [{"target": n * 3 + 4, "nums": [n, 3, 4]} for n in (2, 6)])     # Jiayi-Pan/Countdown-Tasks-3to4
-    with pytest.raises(ValueError, match=r"columns target, nums, .*--prompt_column, or a text such as '... \{target\} ... \{nums\}"):
+    path = write_lines(tmp_path / "countdown.jsonl",
+        [{"target": n * 3 + 4, "nums": [n, 3, 4]} for n in (2, 6)])     # Jiayi-Pan/Countdown-Tasks-3to4
+    with pytest.raises(ValueError,
+        match=r"columns target, nums, .*--prompt_column, or a text such as '... \{target\} ... \{nums\}"):
         load_examples(path)
     examples, _ = data_of("--dataset", path, "--eval_limit", "0", "--prompt_column", "Make {target} from {nums}. \\boxed{}")
     assert [e["prompt"] for e in examples] == ["Make 10 from [2, 3, 4]. \\boxed{}", "Make 22 from [6, 3, 4]. \\boxed{}"]
@@ -81,39 +98,26 @@ def test_countdown_needs_the_flag_that_the_message_names(tmp_path):
     assert countdown([f"<answer>{n} * 3 + 4</answer>" for n in (2, 6)], **columns) == [1.0] * 2
 
 
-def test_supervised_training_on_ultrachat_needs_the_flag_that_the_message_names(tmp_path):
-    messages = [user("Tell me things."), assistant("First, ..."), user("And?"), assistant("No more.")]
-    path = write_lines(tmp_path / "ultrachat.jsonl", [{"prompt": "Tell me things.", "messages": messages}])
-    flags = ["--dataset", path, "--eval_limit", "0"]
-    with pytest.raises(ValueError, match="--prompt_column messages"):
-        validate_demonstrations(parse_config(flags), data_of(*flags)[0])
-    (example,), _ = data_of(*flags, "--prompt_column", "messages")
-    assert example["prompt"] == messages[:3] and example["completion"] == "No more."
-
-
 @pytest.mark.parametrize("row", [
     {"prompt": "2+2? A) 3 B) 4", "choices": ["3", "4"], "answer": "B"}, {"prompt": "2+2?", "choices": "3 or 4", "answer": "B"},
     {"prompt": "How old?", "context": "Ann is 5.", "input": "x"}, {"prompt": "q", "answer": "# Plan\n#### Step one\nCount them."},
-    {"prompt": "q", "answer": "No box: \\boxed"}, {"prompt": "q", "answer": "\\boxed{open"}, {"prompt": "q", "answer": "Answer: 5"}, {"prompt": "q", "answer": "[0, 1]"},
+    {"prompt": "q", "answer": "No box: \\boxed"}, {"prompt": "q", "answer": "\\boxed{open"},
+    {"prompt": "q", "answer": "Answer: 5"}, {"prompt": "q", "answer": "[0, 1]"},
 ])
 def test_what_is_in_no_form_is_taken_as_it_is(row):
     assert load_examples([row]) == [row]
 
 
 @pytest.mark.parametrize("answer,expected,completion", [
-    ("$\\boxed{16}$", "16", None), ("#### 16", "16", None), ("We get \\boxed6", "6", tagged("We get \\boxed6", "6")), ("It is \\fbox{2}", "2", tagged("It is \\fbox{2}", "2")),
-    ("Count.\n#### 72 apples ", "72 apples", tagged("Count.", "72 apples")), ("Count. #### -1,234,567", "-1234567", tagged("Count.", "-1234567")), ("#### 1,2", "1,2", None),
+    ("$\\boxed{16}$", "16", None), ("#### 16", "16", None), ("We get \\boxed6", "6", tagged("We get \\boxed6", "6")),
+    ("It is \\fbox{2}", "2", tagged("It is \\fbox{2}", "2")),
+    ("Count.\n#### 72 apples ", "72 apples", tagged("Count.", "72 apples")),
+    ("Count. #### -1,234,567", "-1234567", tagged("Count.", "-1234567")), ("#### 1,2", "1,2", None),
 ])
 def test_the_answer_of_a_solution_is_what_its_form_says_and_no_more(answer, expected, completion):
     (example,) = load_examples([{"prompt": "p", "answer": answer}])
     assert (example["answer"], example.get("completion")) == (expected, completion)
     assert correctness([f"<answer>{expected}</answer>", "<answer>71</answer>"], answer=[expected] * 2) == [1, 0]
     chat = [user("p"), assistant("mine")]
-    assert load_examples([{"prompt": chat, "answer": answer}])[0]["completion"] == load_examples([{"prompt": "p", "answer": answer, "completion": "mine"}])[0]["completion"] == "mine"
-
-
-def test_many_choices_are_lettered():
-    cities = [f"city {number}" for number in range(12)]
-    (example,) = load_examples([{"question": "Which?", "choices": cities, "answer": 11}])
-    assert example["prompt"].endswith("\nL. city 11") and example["answer"] == "L"
-    assert multiple_choice(["<answer>L</answer>"] * 2, answer=["L", "city 11"], choices=[cities] * 2) == [1, 1]
+    assert load_examples([{"prompt": chat, "answer": answer}])[0]["completion"] == load_examples([{"prompt": "p",
+        "answer": answer, "completion": "mine"}])[0]["completion"] == "mine"

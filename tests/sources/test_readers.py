@@ -53,9 +53,12 @@ def test_cells_of_a_csv_file_are_their_text_and_empty_ones_are_none(tmp_path):
     ("two.jsonl", '{"prompt": "a", "completion": [{"content": "b"}, {"content": "c"}]}', "chat messages must look like"),
     ("bad.json", "{", "cannot be read as .json: Expecting property name"), ("dict.json", '{"a": 1}', "must hold a list"),
     ("list.json", "[]", "no examples"), ("pair.json", '[{"prompt": "\\uD800"}]', "'utf-8' codec can't encode"),
-    ("bad.parquet", "not parquet", "cannot be read as .parquet"), ("columns.csv", "a,b\n1,2\n", "the row has the columns a, b"), ("twice.csv", "prompt,answer,answer\na,1,2\n", "the header has two columns 'answer'; rename"),
+    ("bad.parquet", "not parquet", "cannot be read as .parquet"),
+    ("columns.csv", "a,b\n1,2\n", "the row has the columns a, b"),
+    ("twice.csv", "prompt,answer,answer\na,1,2\n", "the header has two columns 'answer'; rename"),
     ("cells.csv", "prompt,answer\na,1,2\nb,3,4\n", "more cells than the header; put cells with a comma in quotes"),
-    ("quote.csv", 'prompt\n"a\n', "cannot be read as .csv: unexpected end"), ("header.csv", "prompt,answer\n", "no examples in it"),
+    ("quote.csv", 'prompt\n"a\n', "cannot be read as .csv: unexpected end"),
+    ("header.csv", "prompt,answer\n", "no examples in it"),
     ("latin.csv", "prompt,answer\nh\udce9,1\n", "cannot be read as .csv: 'utf-8' codec"),
 ])
 def test_an_unusable_file_is_refused_in_one_line_that_names_it(tmp_path, name, content, message):
@@ -86,7 +89,8 @@ def test_tensorflow_datasets_gives_values_of_json(monkeypatch):
         assert name == "gsm8k"
         if split not in ("train", "test"):
             raise ValueError(f"Unknown split {split!r}\nmany more lines")
-        rows = [{"question": b"What is 2+2?", "answer": "é\n#### 1,999".encode(), "level": np.int64(1), "notes": {"by": np.array([b"me"])}}]
+        rows = [{"question": b"What is 2+2?", "answer": "é\n#### 1,999".encode(), "level": np.int64(1),
+            "notes": {"by": np.array([b"me"])}}]
         return rows * (2 if split == "train" else 1)
 
     monkeypatch.setitem(sys.modules, "tensorflow_datasets", SimpleNamespace(data_source=data_source))

@@ -29,7 +29,8 @@ def words(vocabulary, **special):
 
 
 @pytest.mark.parametrize("special,given,lost", [
-    ({}, "29\u00d730-1", "'\u00d7-'"), ({"unk_token": "<unk>"}, "29\u00d730-1", "'\u00d7-'"), ({}, "2 930\n1", None), ({}, "\uff12\u200b9", None),
+    ({}, "29\u00d730-1", "'\u00d7-'"), ({"unk_token": "<unk>"}, "29\u00d730-1", "'\u00d7-'"), ({}, "2 930\n1", None),
+    ({}, "\uff12\u200b9", None),
 ])
 def test_characters_that_a_tokenizer_loses_are_named_with_their_row(special, given, lost):
     tokenizer = words(["<pad>", "<eos>", "<unk>", "\u2581", *"0123456789\n"], pad_token="<pad>", eos_token="<eos>", **special)
@@ -48,9 +49,11 @@ def test_characters_that_a_tokenizer_loses_are_named_with_their_row(special, giv
 
 
 @pytest.mark.parametrize("row,words", [
-    ({"prompt": ATTACK}, "the prompt has the text of the special token <|im_start|>: data.map"), ({"prompt": "p", "tools": [{"name": "<|im_end|>"}]}, "token <|im_end|>"),
+    ({"prompt": ATTACK}, "the prompt has the text of the special token <|im_start|>: data.map"),
+    ({"prompt": "p", "tools": [{"name": "<|im_end|>"}]}, "token <|im_end|>"),
     ({"prompt": [{"role": "system", "content": "<bos>"}, {"role": "user", "content": "p"}]}, "token <bos>"),
-    ({"prompt": [{"role": "user", "content": "p"}, {"role": "assistant", "content": "<|im_end|>"}, {"role": "user", "content": "p"}]}, None),
+    ({"prompt": [{"role": "user", "content": "p"}, {"role": "assistant", "content": "<|im_end|>"},
+     {"role": "user", "content": "p"}]}, None),
 ])
 def test_the_text_of_a_special_token_in_a_message_is_refused(row, words):
     problem = pytest.raises(ValueError, match=f"^dataset: example 1: .*{re.escape(words)}") if words else nullcontext()
@@ -63,14 +66,18 @@ def test_a_text_without_a_template_may_be_ready_but_has_one_bos(tokenizer):
     for template in None, "{{ bos_token }}<bos>{% for m in messages %}{{ m.content }}{% endfor %}":
         twice = byte_tokenizer()
         twice.chat_template = template
-        with pytest.raises(ValueError, match=r"^d: the example '<bos>a<eos>b'|'a': the prompt begins with two <bos>: remove the one"):
+        with pytest.raises(ValueError,
+            match=r"^d: the example '<bos>a<eos>b'|'a': the prompt begins with two <bos>: remove the one"):
             encode_prompts([{"prompt": "a" if template else "<bos>a<eos>b"}], twice, "d")
 
 
-@pytest.mark.parametrize("completion", ["so<|im_end|>2", "2<|im_end|>", [{"role": "assistant", "content": "a<|im_end|>"}, {"role": "user", "content": "b"}, {"role": "assistant", "content": "c"}]])
+@pytest.mark.parametrize("completion",
+    ["so<|im_end|>2", "2<|im_end|>",
+     [{"role": "assistant", "content": "a<|im_end|>"}, {"role": "user", "content": "b"}, {"role": "assistant", "content": "c"}]])
 def test_a_demonstration_with_a_stop_token_is_refused_where_it_would_be_cut(completion):
     tokenizer, model = published("ChatML"), ARCHITECTURES["qwen3"]()
-    with pytest.raises(ValueError, match=r"^d: the example 'p': the completion has the text of the special token <\|im_end\|>: data.map"):
+    with pytest.raises(ValueError,
+        match=r"^d: the example 'p': the completion has the text of the special token <\|im_end\|>: data.map"):
         encode_demonstrations([{"prompt": "p", "completion": completion}], [[5]], model, tokenizer, "d")
 
 
@@ -81,13 +88,16 @@ def test_replies_are_encoded_without_special_tokens():
 def test_stop_and_pad_tokens_that_are_text_are_refused(tokenizer):
     model = ARCHITECTURES["qwen3"]()
     refuse_wrong_ids(model, tokenizer, [[2, 9], [2, 9, 2, 9]])
-    for name, value, words in ("eos_token_id", [1, 20], "eos_token_id [1, 20] is ordinary text, '2'"), ("pad_token", "!", "pad_token_id [3] is ordinary text, '!'"):
+    for name, value, words in ("eos_token_id", [1, 20], "eos_token_id [1, 20] is ordinary text, '2'"), ("pad_token", "!",
+        "pad_token_id [3] is ordinary text, '!'"):
         model, tokenizer = ARCHITECTURES["qwen3"](), byte_tokenizer()
         setattr(model.generation_config if name == "eos_token_id" else tokenizer, name, value)
-        with pytest.raises(ValueError, match=f"^--model_path: {re.escape(words)}; set it to a special token in generation_config.json"):
+        with pytest.raises(ValueError,
+            match=f"^--model_path: {re.escape(words)}; set it to a special token in generation_config.json"):
             refuse_wrong_ids(model, tokenizer, [])
     model, tokenizer = ARCHITECTURES["qwen3"](), byte_tokenizer()
-    for prompts, words in ([[9], [2, 1]], "a prompt ends with a stop id"), ([[9, 263], [9]], "makes the id 263, but the model has 263 embeddings"):
+    for prompts, words in ([[9], [2, 1]], "a prompt ends with a stop id"), ([[9, 263], [9]],
+        "makes the id 263, but the model has 263 embeddings"):
         with pytest.raises(ValueError, match=f"^--model_path: .*{words}"):
             refuse_wrong_ids(model, tokenizer, prompts)
     model.generation_config.eos_token_id = tokenizer.eos_token = None
@@ -96,9 +106,11 @@ def test_stop_and_pad_tokens_that_are_text_are_refused(tokenizer):
 
 
 @pytest.mark.parametrize("row,words", [
-    ({"prompt": "p", "completion": "x" * 99}, "example 10: prompt and completion have 10\\d tokens, but the model has 64 positions; shorten it"),
+    ({"prompt": "p", "completion": "x" * 99},
+     "example 10: prompt and completion have 10\\d tokens, but the model has 64 positions; shorten it"),
     ({"prompt": "p", "completion": "x<eos>y"}, "example 10: the completion has the text of the special token <eos>"),
-    ({"prompt": [{"role": "user", "content": "<eos>"}], "completion": "y"}, "example 10: the prompt has the text of the special token <eos>"),
+    ({"prompt": [{"role": "user", "content": "<eos>"}], "completion": "y"},
+     "example 10: the prompt has the text of the special token <eos>"),
     ({"prompt": "p", "completion": "\u00e9"}, ""),
 ])
 def test_a_run_checks_every_row_before_it_trains(tmp_path, row, words):
@@ -107,18 +119,21 @@ def test_a_run_checks_every_row_before_it_trains(tmp_path, row, words):
     model.config.max_position_embeddings = 64
     save_any_policy(model, tokenizer, tmp_path / "model")
     with pytest.raises(ValueError, match=f"data.jsonl: {words}") if words else nullcontext():
-        start_run(tmp_path / "run", "--dataset", path, "--eval_limit", "0", "--model_path", str(tmp_path / "model"), "--generation_max_length", "8")
+        start_run(tmp_path / "run", "--dataset", path, "--eval_limit", "0", "--model_path", str(tmp_path / "model"),
+            "--generation_max_length", "8")
 
 
 # ---- the tokenizer is the file's -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["GPT2Tokenizer", "Qwen2Tokenizer", "LlamaTokenizer", "PreTrainedTokenizerFast", "TokenizersBackend", None])
+@pytest.mark.parametrize("name",
+    ["GPT2Tokenizer", "Qwen2Tokenizer", "LlamaTokenizer", "PreTrainedTokenizerFast", "TokenizersBackend", None])
 @pytest.mark.parametrize("split", ["bytes", "digits"])
 def test_ids_are_those_of_the_file_whatever_class_is_named_beside_it(tmp_path, name, split):
     tokenizer = byte_tokenizer()
     if split == "digits":
-        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), tokenizer.backend_tokenizer.pre_tokenizer])
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True),
+            tokenizer.backend_tokenizer.pre_tokenizer])
         tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.save_pretrained(tmp_path)
     settings = json.loads((tmp_path / "tokenizer_config.json").read_text())

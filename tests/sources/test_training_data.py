@@ -7,8 +7,7 @@ import pytest
 from conftest import start_run
 from test_data import data_of, write_lines
 
-from config import Config, ModelConfig
-from engine.models import load_any_policy, save_any_policy
+from config import Config
 from sources import load_examples
 from sources.training_data import fit_prompts, load_data, note_unused
 
@@ -87,10 +86,14 @@ def test_long_prompts_are_dropped_and_counted(tokenizer):
 
 @pytest.mark.parametrize("rows,said", [
     ([{"question": "q", "answer": "so\n#### 2", "level": 3}, {"question": "q", "answer": "2", "hint": "", "rating": None}], ""),
-    ([{"prompt": "p", "answer": "1", "score": 0.5, "is_correct": True}, {"prompt": "p", "score": 1, "label": 0}], "score (2), is_correct (1), label (1)"),
-    ([{"question": "q", "context": "c", "passage": "d"}], "context (1), passage (1)"), ([{"prompt": "q", "choices": [1, 2]}], "choices (1)"),
-    ([{"question": "q", "options": ["1", "2"], "target": 1, "nums": [1]}], ""), ([{"prompt": "p", "messages": [USER]}], "messages (1)"),
-    ([{"prompt": "p", "reward_model": {"ground_truth": "1"}, "ability": "m"}], "ability (1)"), ([{"problem": "p", "solution": "\\boxed{1}", "answer": "1"}], ""),
+    ([{"prompt": "p", "answer": "1", "score": 0.5, "is_correct": True}, {"prompt": "p", "score": 1, "label": 0}],
+     "score (2), is_correct (1), label (1)"),
+    ([{"question": "q", "context": "c", "passage": "d"}], "context (1), passage (1)"),
+    ([{"prompt": "q", "choices": [1, 2]}], "choices (1)"),
+    ([{"question": "q", "options": ["1", "2"], "target": 1, "nums": [1]}], ""),
+    ([{"prompt": "p", "messages": [USER]}], "messages (1)"),
+    ([{"prompt": "p", "reward_model": {"ground_truth": "1"}, "ability": "m"}], "ability (1)"),
+    ([{"problem": "p", "solution": "\\boxed{1}", "answer": "1"}], ""),
 ])
 def test_columns_that_nothing_reads_are_named(rows, said):
     notes = []
@@ -99,38 +102,19 @@ def test_columns_that_nothing_reads_are_named(rows, said):
 
 
 @pytest.mark.parametrize("label,values,refused", [
-    ("label", [True, False, True], 1), ("label", ["True", "false", None], 1), ("label", [0, 1, 0], 0), ("is_correct", [False, True, True], 0), ("label", [False] * 3, 3),
+    ("label", [True, False, True], 1), ("label", ["True", "false", None], 1), ("label", [0, 1, 0], 0),
+    ("is_correct", [False, True, True], 0), ("label", [False] * 3, 3),
 ])
 def test_completions_with_a_false_label_are_refused(label, values, refused):
-    rows, notes = [{"prompt": [USER, {"role": "assistant", "content": f"{i}"}], label: value} for i, value in enumerate(values)], []
+    rows, notes = [{"prompt": [USER, {"role": "assistant", "content": f"{i}"}], label: value}
+        for i, value in enumerate(values)], []
     if refused:
-        with pytest.raises(ValueError, match=f"--dataset: {refused} of 3 completions have a false label; remove them: data.filter"):
+        with pytest.raises(ValueError,
+            match=f"--dataset: {refused} of 3 completions have a false label; remove them: data.filter"):
             note_unused(load_examples(rows), {"level"}, notes.append)
     note_unused(load_examples(rows), {label}, notes.append)
     note_unused([{"prompt": "p", "label": False}], set(), notes.append)
     assert notes == []
-
-
-def test_a_run_says_what_it_does_not_use(tmp_path, capsys):
-    rows = [{"prompt": f"{i}+1=?", "answer": f"{i + 1}", "completion": "2", "level": 3, "scorer": "x"} for i in range(9)]
-    (tmp_path / "r.py").write_text("def f(completions, level, **columns): return [0.0] * len(completions)")
-    path = write_lines(tmp_path / "data.jsonl", rows)
-    run = start_run(tmp_path / "run", "--use_grpo", "--dataset", path, "--eval_limit", "0", "--reward_functions", f"{tmp_path}/r.py:f")
-    assert len(run.train_set) == 9 and [line for line in capsys.readouterr().out.splitlines() if "note" in line] == [
-        "  note   no prompt, completion or reward function uses these columns: scorer (9)"]
-
-
-@pytest.mark.parametrize("held_out", [False, True])
-def test_a_message_that_the_template_leaves_out_stops_a_run_at_its_start(tmp_path, held_out):
-    model, tokenizer = load_any_policy(ModelConfig())
-    tokenizer.chat_template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
-    save_any_policy(model, tokenizer, tmp_path / "model")
-    rows = [{"prompt": [{"role": "user", "content": "1+1=?"}], "completion": "2"} for _ in range(3)]
-    good = write_lines(tmp_path / "good.jsonl", [{"prompt": "1?", "completion": "1"}])
-    rows[0]["prompt"].insert(0, {"role": "developer", "content": "Add."})
-    paths = [write_lines(tmp_path / "whole.jsonl", rows), good]
-    with pytest.raises(ValueError, match=r"jsonl: example 1: the prompt lacks the developer's message 'Add[.]'"):
-        start_run(tmp_path / "run", "--dataset", paths[held_out], "--eval_dataset", paths[not held_out], "--eval_limit", "8", "--model_path", str(tmp_path / "model"))
 
 
 def test_scenarios_of_an_environment_may_share_a_prompt(tmp_path):
@@ -138,13 +122,15 @@ def test_scenarios_of_an_environment_may_share_a_prompt(tmp_path):
     path = write_lines(tmp_path / "data.jsonl", [*rows, rows[0]])
     config = Config.of(use_grpo=True, dataset=path, eval_limit=10, environment="guess_letter", max_turns=2)
     train_set, held_out = load_data(config)
-    assert len(held_out) == 10 and 50 <= len(train_set) <= 51 and {e["answer"] for e in train_set + held_out} == {row["answer"] for row in rows}
+    assert len(held_out) == 10 and 50 <= len(train_set) <= 51
+    assert {e["answer"] for e in train_set + held_out} == {row["answer"] for row in rows}
     with pytest.raises(ValueError, match="all its prompts are held out"):
         load_data(Config.of(use_grpo=True, dataset=path, eval_limit=10))
 
 
 @pytest.mark.parametrize("flags,words", [
-    (["--train_split", "train[:5]"], "--train_split=train[:5]: all rows of a file or list are used"), (["--eval_split", "dev"], "--eval_split=dev: all rows"),
+    (["--train_split", "train[:5]"], "--train_split=train[:5]: all rows of a file or list are used"),
+    (["--eval_split", "dev"], "--eval_split=dev: all rows"),
     (["--reward_functions", "correctness"], "--reward_functions: not used in supervised training; add --use_grpo"),
 ])
 def test_a_flag_that_would_do_nothing_is_refused(tmp_path, flags, words):
