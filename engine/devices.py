@@ -13,6 +13,7 @@ iteration of a loop ends a program (cut_graph). On a CPU or a GPU both functions
 import atexit
 import ctypes
 import os
+import pickle
 import random
 import resource
 import sys
@@ -28,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine.errors import is_out_of_memory
+from engine.errors import RunError, in_one_line, is_out_of_memory
 
 tensor_parallel = 1  # processes that share a slice of the work: --mesh tp=N
 chosen_device = "auto"  # --device, once it is known
@@ -135,6 +136,15 @@ def sum_in_place(tensor: Tensor) -> None:
     dist.all_reduce(tensor)
 
 
+def picklable(error: Exception) -> Exception:
+    """Return an error that other processes can load: the error itself, or RunError with its line."""
+    try:
+        pickle.loads(pickle.dumps(error))
+        return error
+    except Exception:
+        return RunError(in_one_line(error)).with_traceback(error.__traceback__)
+
+
 class Ranks:
     """The division of a run's work among its processes, from the view of one of them.
 
@@ -159,20 +169,30 @@ class Ranks:
     def gather(self, work: Callable, *columns: list) -> list:
         """Call work with this rank's slice of each column, and return the results of all ranks in order.
 
-        Ranks without items have no result. The first rank's exception is raised on every rank.
+        Ranks without items have no result. The first rank's exception is raised on every rank, also that of
+        a result that cannot be pickled.
         """
         failure = result = None
         mine = [self.slice(column) for column in columns]
         has_work = not mine or len(mine[0]) > 0
+        if num_processes() == 1:
+            return [work(*mine)] if has_work else []
         try:
             result = work(*mine) if has_work else None
+            pickle.dumps(result)                          # raises here and not in all_gather_object
         except Exception as error:
-            failure = error
+            failure, result = picklable(error), None
         outcomes = all_gather_object((failure, has_work, result))
         first = next((rank for rank, (error, *_) in enumerate(outcomes) if error), None)
         if first is not None:
             raise failure if first == process_rank() else outcomes[first][0]
         return [result for _, had_work, result in outcomes[:: tensor_parallel] if had_work]
+
+    def together(self, work: Callable):
+        """Return work(), called on each rank. The first rank's exception is raised on every rank."""
+        results = []
+        self.gather(lambda: results.append(work()))
+        return results[0]
 
     def sum(self, count):
         """Sum a number, or a tensor on the CPU, over all ranks."""

@@ -52,11 +52,14 @@ def refuse_engine(device: torch.device) -> None:
 class VLLM:
     """A sampler for a policy: a vLLM engine with its weights. A process can have only one."""
 
-    def __init__(self, policy: DevicePolicy, *, max_length: int = 2048, memory: float = 0.3):
+    def __init__(
+        self, policy: DevicePolicy, *, max_length: int = 2048, memory: float = 0.3, at_once: int = 0
+    ):
         """Start vLLM for the architecture of a policy, on its device. Call on all ranks.
 
         max_length  tokens of the longest prompt and completion together
         memory      share of the GPU's memory; on a CPU keys and values get VLLM_CPU_KVCACHE_SPACE GB
+        at_once     completions sampled at once; 0: vLLM's default
         """
         self.policy, model = policy, policy.model
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"                       # in this process
@@ -73,6 +76,7 @@ class VLLM:
             self.llm = LLM(
                 folder, load_format="dummy", skip_tokenizer_init=True, dtype=precision_of(model),
                 max_model_len=max_length, gpu_memory_utilization=memory, logprobs_mode="processed_logprobs",
+                max_num_seqs=at_once or None,
                 enable_sleep_mode=self.sleeps, enforce_eager=not self.sleeps, language_model_only=True,
                 distributed_executor_backend="external_launcher" if num_processes() > 1 else None)
 
@@ -82,20 +86,29 @@ class VLLM:
 
     @contextmanager
     def sampling(self):
-        """Send the policy's weights to vLLM, which can sample within the context. Call on all ranks."""
+        """Send the policy's weights to vLLM, which can sample within the context. Call on all ranks.
+
+        After an error, too, vLLM frees the GPU's memory and forgets its requests.
+        """
         model = self.policy.model
         reshard(model)
-        if self.sleeps:
-            self.on_all_ranks(self.llm.wake_up, tags=["weights"])
-        heads = self.on_all_ranks(self.llm.apply_model, lambda engine: hasattr(engine, "lm_head"))
-        weights = checkpoint_weights(model, with_tied_head=all(heads))
-        self.on_all_ranks(self.llm.collective_rpc, "reload_weights", kwargs={"weights_iterator": weights})
-        if self.sleeps:
-            self.on_all_ranks(self.llm.wake_up, tags=["kv_cache"])
-        self.on_all_ranks(self.llm.reset_prefix_cache)
-        yield
-        if self.sleeps:
-            self.on_all_ranks(self.llm.sleep, level=2)    # the next weights replace these
+        try:
+            if self.sleeps:
+                self.on_all_ranks(self.llm.wake_up, tags=["weights"])
+            heads = self.on_all_ranks(self.llm.apply_model, lambda engine: hasattr(engine, "lm_head"))
+            weights = checkpoint_weights(model, with_tied_head=all(heads))
+            self.on_all_ranks(
+                self.llm.collective_rpc, "reload_weights", kwargs={"weights_iterator": weights})
+            if self.sleeps:
+                self.on_all_ranks(self.llm.wake_up, tags=["kv_cache"])
+            self.on_all_ranks(self.llm.reset_prefix_cache)
+            yield
+        finally:
+            engine = self.llm.llm_engine                  # requests are left after an error in generate
+            requests = [*engine.output_processor.request_states]
+            self.on_all_ranks(engine.abort_request, requests, internal=True)
+            if self.sleeps:
+                self.on_all_ranks(self.llm.sleep, level=2)       # the next weights replace these
 
     def sample(self, prompts: list, config, seeds, *, num_completions: int, reply=None) -> Rollout:
         """As Policy.sample. All completions sample one turn, then the next."""

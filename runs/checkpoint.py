@@ -17,9 +17,8 @@ from pickle import UnpicklingError
 
 import torch
 import transformers
-from safetensors import SafetensorError
 
-from engine.devices import all_gather_object, is_main, num_processes
+from engine.devices import Ranks, is_main, num_processes
 from engine.errors import RunError, first_line
 from engine.models import full_state_dict, save_any_policy
 from engine.sharding import full_tensor, sharded_like
@@ -29,10 +28,12 @@ from runs.folder import flush
 def write_checkpoint(folder: Path, step: int, model, tokenizer, reference, state: dict, *, keep: int) -> Path:
     """Write folder/step-<step>, delete all but the newest checkpoints, return its path. Call on all ranks.
 
-    reference  a model, or None;  state  contents of state.pt;  raises  like write_folder
+    reference  a model, or None
+    state      contents of state.pt; tensors may be sharded
+    raises     like write_folder, on all ranks
     """
     target = folder / f"step-{step:08d}"
-    weights = full_state_dict(model)
+    weights, state = full_state_dict(model), full_tensor(state)
     reference_weights = None if reference is None else full_state_dict(reference)
 
     def write(partial: Path) -> None:
@@ -43,17 +44,25 @@ def write_checkpoint(folder: Path, step: int, model, tokenizer, reference, state
         for lines in folder.parent.glob("*.jsonl"):       # a resumed run does not repeat these steps
             flush(lines)
 
-    write_folder(target, write)
-    if is_main():
+    def replace_oldest() -> None:
+        write_folder(target, write)
         for old in sorted(folder.glob("step-*"), key=by_step)[:-keep]:
             shutil.rmtree(old, ignore_errors=True)
+
+    on_main(replace_oldest)
     return target
 
 
 def write_policy(model, tokenizer, folder: Path) -> None:
     """Write the policy to best/ or final/ by write_folder; final/ completes a run. Call on all ranks."""
     weights = full_state_dict(model)
-    write_folder(folder, lambda partial: save_any_policy(model, tokenizer, partial, weights))
+    on_main(lambda: write_folder(
+        folder, lambda partial: save_any_policy(model, tokenizer, partial, weights)))
+
+
+def on_main(work: Callable[[], None]) -> None:
+    """Call work on the first rank. Its exception is raised on all ranks."""
+    Ranks().together(lambda: work() if is_main() else None)
 
 
 def write_folder(target: Path, write: Callable[[Path], None]) -> None:
@@ -61,41 +70,41 @@ def write_folder(target: Path, write: Callable[[Path], None]) -> None:
 
     If the process is killed between the two renames, the earlier folder remains as target-old.
 
-    write   a function that writes files to the folder in its argument, called on the first rank
-    raises  RunError, on all ranks, if the folder cannot be written
+    write   a function that writes files to the folder in its argument
+    raises  RunError if the folder cannot be written
     """
-    problem, partial, old = None, target.with_name("writing"), target.with_name(f"{target.name}-old")
-    if is_main():
-        try:
-            shutil.rmtree(partial, ignore_errors=True)
-            write(partial)
-            for path in [*partial.rglob("*"), partial]:   # files and folders
-                flush(path)
-            if target.exists():
-                shutil.rmtree(old, ignore_errors=True)    # left by a kill
-                target.rename(old)                        # renaming is instant, deleting is not
-            partial.rename(target)
-            flush(target.parent)
-            shutil.rmtree(old, ignore_errors=True)
-        except (OSError, RuntimeError, SafetensorError) as error:
-            if old.exists() and not target.exists():
-                old.rename(target)
-            shutil.rmtree(partial, ignore_errors=True)
-            problem = f"could not save {target}: {first_line(error)}"
-    if problem := all_gather_object(problem)[0]:
-        raise RunError(problem)
+    partial, old = target.with_name("writing"), target.with_name(f"{target.name}-old")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        write(partial)
+        for path in [*partial.rglob("*"), partial]:       # files and folders
+            flush(path)
+        if target.exists():
+            shutil.rmtree(old, ignore_errors=True)        # left by a kill
+            target.rename(old)                            # renaming is instant, deleting is not
+        partial.rename(target)
+        flush(target.parent)
+        shutil.rmtree(old, ignore_errors=True)
+    except Exception as error:                            # a full disk, a state that torch.save cannot pickle
+        if old.exists() and not target.exists():
+            old.rename(target)
+        shutil.rmtree(partial, ignore_errors=True)
+        raise RunError(f"could not save {target}: {first_line(error)}") from error
 
 
 def optimizer_state(policy, batches) -> dict:
-    """Return the float16 loss scaler for state.pt; within a phase, also optimiser, schedule and position."""
+    """Return the float16 loss scaler for state.pt; within a phase, also optimiser, schedule and position.
+
+    Its tensors may be sharded. No collective is called, since the state_dict of a user's optimiser may raise.
+    """
     scaler, value_head = getattr(policy, "scaler", None), policy.value_head
     state = {"scaler": scaler and scaler.state_dict()}
     if policy.optimizer is None:                          # between two phases
         return state
     return state | {
-        "value_head": value_head and full_tensor(value_head.state_dict()),
+        "value_head": value_head and value_head.state_dict(),
         "scheduler": policy.scheduler.state_dict(), "position": batches.position,
-        "optimizer": full_tensor(policy.optimizer.state_dict()),
+        "optimizer": policy.optimizer.state_dict(),
     }
 
 

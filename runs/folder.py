@@ -87,9 +87,9 @@ class RunFolder:
         """Create the folder, or remove records written after a checkpoint: a resumed run repeats those steps.
 
         last_step, sizes  the step and the file_sizes of the checkpoint; 0 and {} without one
-        raises            RunError, on all ranks, if another run writes to it
+        raises            RunError if another run writes to it
         """
-        self.ranks.gather(self.acquire_lock)
+        self.acquire_lock()
         if not self.writes:
             return
         self.write_config(self.config)

@@ -4,6 +4,7 @@ model or tokenizer that would be trained on wrong tokens or log-probabilities.
 """
 
 from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 
@@ -68,25 +69,32 @@ def fault_of_sharing(shared: DevicePolicy, plain: DevicePolicy, prompts: list, m
     return difference(shared.model, "shared and plain rows", both, rows.expand(2, -1, -1))
 
 
-def refuse_wrong_sampler(policy: Policy, prompts=("1+1=?",), most_tokens: int = MOST_TOKENS) -> Rollout:
+def refuse_wrong_sampler(
+    policy: Policy, prompts=("1+1=?",), most_tokens: int = MOST_TOKENS, distribution: GRPOConfig | None = None
+) -> Rollout:
     """Raise ValueError if prompts, sampling or log-probabilities would be wrong. Return the test completions.
 
     They continue the first prompt, and half of it, which is padded: on the left in sampling, on the right in
     training.
+
+    distribution  settings whose temperature, top_k, ... restrict the samples; None: they are unrestricted
     """
     model, tokenizer = policy.model, policy.tokenizer
     prompts = [encode_prompt(tokenizer, prompt) for prompt in prompts]
     half = prompts[0][len(prompts[0]) // 2 :]
     settings, seeds = short_completions(most_tokens), [(0, 0), (0, 1)]
+    if distribution is not None:
+        settings = replace(distribution, generation_max_length=settings.generation_max_length)
     sampler = getattr(policy, "sampler", None)            # such as vLLM, which gets the weights first
     with sampler.sampling() if sampler else nullcontext():
         rollout = policy.sample([prompts[0], half], settings, seeds, num_completions=2)
     plain = DevicePolicy(model, tokenizer)
-    refuse_wrong_head(plain, rollout)
+    if distribution is None:                              # the model's own head does not restrict it
+        refuse_wrong_head(plain, rollout)
     trained, sampled = plain.log_probs(rollout).logp, rollout.sampling_logp
     if not policy.same_arithmetic:                        # held to the limit of every step
         ratios = (trained - sampled)[rollout.completion_mask].exp()
-        policy.require_ratios_of_1(float((ratios - 1).abs().mean()))
+        policy.require_ratios_of_1(float((ratios - 1).abs().nan_to_num(torch.inf).mean()))
     elif fault := difference(model, "sampler and trainer", sampled, trained):
         raise ValueError(f"start-up check: {fault}; try --attn_implementation eager")
     return rollout

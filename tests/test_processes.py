@@ -238,6 +238,49 @@ def test_a_reward_function_that_raises_in_one_process_stops_all_with_one_message
     assert done.stderr.count("ZeroDivisionError: no good") == 1 or done.stderr.count("RunError") >= 1, done.stderr[-3000:]
 
 
+FAILS_ALONE = """
+import json, sys
+from pathlib import Path
+import torch, train
+from engine.devices import Ranks, all_gather_object, best_device, process_rank
+from runs import checkpoint
+
+class Own(Exception):
+    def __init__(self, reason, code):
+        super().__init__(reason)
+
+def fail(error, rank=1):
+    if process_rank() == rank:
+        raise error
+
+def save(state, folder=Path(sys.argv[1])):
+    checkpoint.write_checkpoint(folder, 1, torch.nn.Linear(1, 1), None, None, state, keep=1)
+
+best_device("cpu")
+checkpoint.save_any_policy = lambda model, tokenizer, folder, weights: folder.mkdir(parents=True)
+checkpoint.by_step = lambda path: fail(OSError("a stale file handle"), rank=0)
+for work in (
+    lambda: save({"optimizer": lambda: 0}), lambda: save({}), lambda: Ranks().together(lambda: fail(ValueError("a state_dict"))),
+    lambda: Ranks().gather(lambda: fail(Own("no good", 3))), lambda: Ranks().gather(lambda: process_rank() and (lambda: 0)),
+):
+    try:
+        work()
+    except Exception as error:
+        print(json.dumps(all_gather_object(f"{type(error).__name__}: {error}")), flush=True)
+"""
+
+
+def test_what_one_rank_raises_before_a_collective_is_raised_on_all(tmp_path):
+    """By a state that cannot be pickled, by old checkpoints; errors and results that cannot be pickled. The next collective fits."""
+    (tmp_path / "alone.py").write_text(FAILS_ALONE)
+    done = Ranks(2, tmp_path / "alone.py", tmp_path / "checkpoints").wait(240)
+    errors = f"RunError: could not save {tmp_path}", "OSError: a stale", "ValueError: a state", "RunError: Own: no good", "AttributeError: Can't"
+    for program in done.programs:
+        pairs = [json.loads(line) for line in program.stdout.splitlines() if line.startswith("[\"")]
+        assert len(pairs) == 5, done.ends()
+        assert all(first == other and first.startswith(error) for (first, other), error in zip(pairs, errors, strict=True)), pairs
+
+
 @pytest.mark.parametrize("flags,message", [
     (["--mesh", "fsdp=3"], "--mesh=fsdp=3"), (["--mesh", "tp=4"], "--mesh=tp=4"),
     (["--mesh", "ep=2"], "--mesh=ep=2"), (["--reference_offload"], "--reference_offload"),

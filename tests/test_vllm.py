@@ -69,7 +69,7 @@ def policy_of(model, tokenizer, earlier=[]) -> Shared:    # noqa: B006
     while earlier:
         earlier.pop().llm.llm_engine.engine_core.shutdown()
     policy = make_engine("shared", model, tokenizer)
-    policy.sampler = VLLM(policy, max_length=256, memory=0.3)
+    policy.sampler = VLLM(policy, max_length=256, memory=0.3, at_once=7)
     earlier.append(policy.sampler)
     return policy
 
@@ -141,6 +141,22 @@ def test_rollouts_are_as_documented(tiny, tokenizer):
     assert rollout.finished.sum() > 0
     assert rollout.prompt_ids[0][rollout.prompt_mask[0]].tolist() == encode_prompt(tokenizer, PROMPTS[0])
     assert deviation(tiny, rollout) < 1e-5
+
+
+def test_an_error_in_the_middle_of_sampling_leaves_no_requests(tiny, monkeypatch):
+    engine, tokens = tiny.sampler.llm.llm_engine, []
+
+    def step(real=engine.step):
+        tokens.append(len(engine.engine_core.engine_core.scheduler.running))
+        if len(tokens) == 3:
+            raise KeyboardInterrupt
+        return real()
+
+    before = sample(tiny)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(engine, "step", step)
+        sample(tiny)
+    assert torch.equal(sample(tiny).completion_ids, before.completion_ids) and tokens == [0, 7, 7], "seven at once"
 
 
 @pytest.mark.parametrize("left_out", ["model.layers.2.mlp.down_proj.weight", "lm_head.weight"])

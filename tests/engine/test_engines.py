@@ -3,6 +3,7 @@
 import copy
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from engine.device_policy import DevicePolicy
 from engine.errors import RunError
 from engine.models import with_precision
 from engine.shared import Shared
+from engine.vllm_engine import VLLM
 from environments.conversations import sample_with_environment
 from environments.tools import guess_letter
 from experience import Batch
@@ -122,6 +124,35 @@ def test_where_an_evaluation_samples_one_completion_of_each_problem_one_at_once_
         shared.sample(PROMPTS, settings, 0, num_completions=1)
     assert tried[5:] == [1], "memory that ran out once is not tried again in the next batch"
     quick_config("run", generation_batch_size=1)          # less than a group: then a group at once
+
+
+class FakeVLLM:
+    """Methods of vLLM's LLM that note their calls; one of them may raise."""
+
+    def __init__(self, fails: str = ""):
+        self.calls, self.fails, self.llm_engine = [], fails, self
+        self.output_processor = SimpleNamespace(request_states={"7": "left by an error"})
+
+    def __getattr__(self, name):
+        def method(*args, **options):
+            self.calls.append((name, *args, *options.values()))
+            if name == self.fails:
+                raise MemoryError("out of memory")
+            return [True]
+        return method
+
+
+@pytest.mark.parametrize("fails,before", [
+    ("generate", ["wake_up", "apply_model", "collective_rpc", "wake_up", "reset_prefix_cache", "generate"]),
+    ("collective_rpc", ["wake_up", "apply_model", "collective_rpc"])])
+def test_vllm_is_asked_once_when_memory_runs_out_and_frees_its_own(model, tokenizer, settings, fails, before):
+    policy, sampler = DevicePolicy(model, tokenizer), VLLM.__new__(VLLM)
+    policy.sampler, sampler.policy, sampler.sleeps, sampler.llm = sampler, policy, True, FakeVLLM(fails)
+    sampler.sample = lambda *args, **options: sampler.llm.generate()
+    with pytest.raises(MemoryError), policy.sampling():
+        policy.sample(PROMPTS, settings, 0)
+    names = [name for name, *_ in sampler.llm.calls]
+    assert names == [*before, "abort_request", "sleep"] and sampler.llm.calls[-2:] == [("abort_request", ["7"], True), ("sleep", 2)]
 
 
 def test_a_reference_is_computed_as_a_callers_own_policy_is_without_its_optimizer_and_sampler(model, tokenizer, settings):

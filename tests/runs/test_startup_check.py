@@ -1,6 +1,9 @@
 """Each assumption that the start-up check tests is broken here once."""
 
+import math
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +18,8 @@ from engine import shared as shared_engine
 from engine.device_policy import DevicePolicy
 from engine.errors import CannotShare
 from engine.models import load_any_policy, save_any_policy
-from policy import Policy
+from logprobs import distribution_of
+from policy import Policy, RatioError
 from runs.startup_check import choose_engine, difference, refuse_wrong_sampler
 
 PROMPTS = ["47+85=?", "a longer one"]
@@ -44,6 +48,20 @@ def test_a_check_samples_no_more_tokens_than_the_run(tokenizer):
     config = GRPOConfig(generation_max_length=4, engine="shared")
     engine, _ = choose_engine(DevicePolicy(model, tokenizer), [prompt, prompt], config)
     refuse_wrong_sampler(engine, [prompt], 4)
+
+
+@pytest.mark.parametrize("top_k,added,wrong", [(2, 0.0, False), (0, 0.0, True), (2, math.nan, True)])
+def test_another_sampler_is_compared_in_the_distribution_of_the_run(model, tokenizer, top_k, added, wrong):
+    """A right one, one that does not restrict its distribution, and one without log-probabilities."""
+    policy, own = DevicePolicy(model, tokenizer), GRPOConfig(generation_top_k=2)
+
+    def sample(prompts, config, seeds, **options):
+        rollout = policy.sample_batches(prompts, replace(config, generation_top_k=top_k), seeds, **options)
+        return replace(rollout, sampling_logp=rollout.sampling_logp + added, distribution=distribution_of(config))
+
+    policy.sampler = SimpleNamespace(sample=sample, sampling=nullcontext)
+    with pytest.raises(RatioError, match="first ratios must be 1") if wrong else nullcontext():
+        refuse_wrong_sampler(policy, distribution=own)
 
 
 def unshared(*args):
