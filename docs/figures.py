@@ -239,28 +239,35 @@ def run_ladder(path: Path, seeds: int) -> None:
             print(f"{run}, seed {seed}: accuracy {lines[-1]['accuracy']}", flush=True)
 
 
+def plot_seeds(axes, lines: list[dict], value: str, label: str, **style) -> None:
+    """Plot the mean of a value over the seeds, and its range."""
+    steps = sorted({line["step"] for line in lines})
+    values = [[line[value] for line in lines if line["step"] == step] for step in steps]
+    (drawn,) = axes.plot(steps, [sum(v) / len(v) for v in values], label=label, **style)
+    axes.fill_between(steps, [min(v) for v in values], [max(v) for v in values], color=drawn.get_color(), alpha=0.12)
+
+
 def draw_ladder(path: Path = FOLDER / "ladder.jsonl") -> None:
-    """Draw the accuracy of the five programs; and reward and accuracy with a reward that can be hacked. Mean and range of seeds."""
-    lines = read_lines(path)
-
-    def plot(axes, run: str, value: str, label: str, **style) -> None:
-        steps = sorted({line["step"] for line in lines if line["run"] == run})
-        values = [[line[value] for line in lines if (line["run"], line["step"]) == (run, step)] for step in steps]
-        (drawn,) = axes.plot(steps, [sum(v) / len(v) for v in values], label=label, **style)
-        axes.fill_between(steps, [min(v) for v in values], [max(v) for v in values], color=drawn.get_color(), alpha=0.12)
-
-    figure = Figure(figsize=(7.4, 2.8), layout="constrained")
-    left, right = figure.subplots(1, 2, sharey=True)
-    for run in sorted({line["run"] for line in lines if line["run"][0].isdigit()}):
-        plot(left, run, "accuracy", run)
-    for run, colour, kl in ("hackable reward, BETA=0", RED, "without KL penalty"), ("hackable reward", BLUE, "with it"):
-        plot(right, run, "reward", f"reward {kl}", color=colour, linestyle="--")
-        plot(right, run, "accuracy", f"accuracy {kl}", color=colour)
-    left.set(xlabel="step", ylabel="held-out accuracy", ylim=(0, 1), title="the five programs")
-    right.set(xlabel="step", title="a reward that can be hacked")
-    for axes in left, right:
+    """Draw reward and accuracy with a reward that can be hacked; and the accuracy of the five programs, once they were run."""
+    runs = {}
+    for line in read_lines(path):
+        runs.setdefault(line["run"], []).append(line)
+    figure = Figure(figsize=(5, 2.8), layout="constrained")
+    axes = figure.subplots()
+    for run, colour, kl in ("hackable reward, BETA=0", RED, "without KL penalty"), ("hackable reward", BLUE, "with KL penalty"):
+        plot_seeds(axes, runs[run], "reward", f"reward {kl}", color=colour, linestyle="--")
+        plot_seeds(axes, runs[run], "accuracy", f"accuracy {kl}", color=colour)
+    axes.set(xlabel="step", ylim=(0, 1.02))
+    axes.legend(frameon=False, fontsize=7)
+    save(figure, "hacked")
+    if programs := sorted(run for run in runs if run[0].isdigit()):
+        figure = Figure(figsize=(5, 2.8), layout="constrained")
+        axes = figure.subplots()
+        for program in programs:
+            plot_seeds(axes, runs[program], "accuracy", f"{program}.py")
+        axes.set(xlabel="step", ylabel="held-out accuracy", ylim=(0, 1))
         axes.legend(frameon=False, fontsize=7)
-    save(figure, "ladder")
+        save(figure, "ladder")
 
 
 def main() -> None:
