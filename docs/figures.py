@@ -2,19 +2,19 @@
 Draw the figures in docs/figures. All values are computed by the functions that train.
 
     python docs/figures.py                   docs/figures/*.svg, in seconds
-    python docs/figures.py --train           train, and draw the curve: outputs/figures/curve.svg, in a minute or two
-    python docs/figures.py --train --keep    the same into docs/figures, which changes the published figure
-
-The run trains on a smaller version of the demonstration's task: additions of numbers made of the digits 0 to 4, answered without
-reasoning, 497 for training and 128 held out. A supervised cold start is followed by GRPO.
+    python docs/figures.py --ladder 5        first run the programs of examples/ladder, seeds 0 to 4, as far as docs/figures/ladder.jsonl
+                                             has no lines of them: half a minute each
 """
 
 import argparse
+import contextlib
 import inspect
+import io
+import itertools
 import json
-import random
+import re
+import runpy
 import sys
-import tempfile
 from pathlib import Path
 
 import matplotlib
@@ -24,6 +24,7 @@ from matplotlib.figure import Figure
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs/figures"
+LADDER = ROOT / "examples/ladder"
 sys.path.insert(0, str(ROOT))
 
 import data  # noqa: E402
@@ -33,17 +34,11 @@ import logprobs  # noqa: E402
 import policy  # noqa: E402
 import rewards  # noqa: E402
 import sample  # noqa: E402
-import train  # noqa: E402
 from config import GRPOConfig, ModelConfig  # noqa: E402
 from engine.packing import pack_groups  # noqa: E402
 from engine.models import load_any_policy  # noqa: E402
 
 matplotlib.rcParams |= {"svg.hashsalt": "plain-grpo", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
-TASK = (                        # flags of its GRPO phase
-    "--use_grpo --max_steps 100 --num_epochs 100 --batch_size 32 --num_completions_per_prompt 4 --learning_rate 4e-4 "
-    "--generation_max_length 8 --generation_temperature 1 --generation_top_p 1 --generation_top_k 0 "
-    "--reward_functions correctness --eval_limit 128 --save_steps 0 --report_to none"
-)
 BLUE, ORANGE, GREEN, RED, GREY = "tab:blue", "tab:orange", "tab:green", "tab:red", "0.6"
 
 
@@ -211,73 +206,81 @@ def draw_kl() -> None:
     save(figure, "kl")
 
 
-def write_task(folder: Path) -> str:
-    """Write train.jsonl and test.jsonl, and return the flags that read them."""
-    examples = data.load_examples("arithmetic", "train") + data.load_examples("arithmetic", "test")
-    examples = sorted((e for e in examples if set(e["prompt"]) <= set("01234+=?")), key=lambda e: e["prompt"])
-    random.Random(0).shuffle(examples)
-    for example in examples:
-        example["completion"] = f"<answer>{example['answer']}</answer>"
-    for name, part in ("test", examples[:128]), ("train", examples[128:]):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(example) + "\n" for example in part))
-    return f"--dataset {folder}/train.jsonl --eval_dataset {folder}/test.jsonl"
+def run_program(name: str, seed: int, **settings) -> list[dict]:
+    """Run a program of the ladder with other settings or another reward; return step, reward and accuracy of each printed line."""
+    names = runpy.run_path(str(LADDER / f"{name}.py"))["main"].__globals__
+    names |= {"SEED": seed, **settings}
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        names["main"]()
+    found = re.findall(r"^step +(\d+)  reward ([\d.]+).* accuracy ([\d.]+)$", printed.getvalue(), flags=re.MULTILINE)
+    return [{"step": int(step), "reward": float(reward), "accuracy": float(accuracy)} for step, reward, accuracy in found]
+
+
+def every_digit(completion: str, answer: str) -> float:
+    """Reward completions that contain every digit of the answer: this can be hacked."""
+    return float(set(answer) <= set(completion))
 
 
 def read_lines(path: Path) -> list[dict]:
-    """Read a file of JSON Lines."""
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    """Read a file of JSON Lines, or nothing if there is none."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def train_small(target: Path) -> None:
-    """Train on the small task; write its numbers to curve.jsonl in the target folder."""
-    names = "step", "phase", "eval_accuracy", "eval_accuracy_low", "eval_accuracy_high", "mean_reward", "zero_variance_groups", "entropy"
-    with tempfile.TemporaryDirectory() as folder:
-        cold_start = "--cold_start_steps 100 --cold_start_learning_rate 1e-3"
-        train.main(f"{TASK} {write_task(Path(folder))} {cold_start} --eval_steps 10 --output_dir {folder}/run".split())
-        kept = [{n: line[n] for n in names if n in line} for line in read_lines(Path(folder) / "run/metrics.jsonl")]
-    target.mkdir(parents=True, exist_ok=True)
-    (target / "curve.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
+def run_ladder(path: Path, seeds: int) -> None:
+    """Add to a file of JSON Lines what the programs print for each seed, and what 5_kl.py does with a reward that can be hacked."""
+    runs = {file.stem: (file.stem, {}) for file in sorted(LADDER.glob("*.py"))}
+    for name, beta in ("hackable reward, BETA=0", 0.0), ("hackable reward", 0.1):
+        runs[name] = "5_kl", {"reward": every_digit, "BETA": beta}
+    for seed, (run, (program, settings)) in itertools.product(range(seeds), runs.items()):
+        if not any(line["run"] == run and line["seed"] == seed for line in read_lines(path)):
+            lines = [{"run": run, "seed": seed, **line} for line in run_program(program, seed, **settings)]
+            with path.open("a") as file:
+                file.writelines(json.dumps(line) + "\n" for line in lines)
+            print(f"{run}, seed {seed}: accuracy {lines[-1]['accuracy']}", flush=True)
 
 
-def draw_curve(folder: Path = FOLDER) -> None:
-    """Draw held-out accuracy, the share of zero-variance groups and entropy from curve.jsonl in the folder."""
-    lines = read_lines(folder / "curve.jsonl")
-    evals, steps = ([line for line in lines if (line["phase"] == "eval") == held_out] for held_out in (True, False))
-    grpo_steps = [line for line in steps if line["phase"] == "grpo"]
-    figure = Figure(figsize=(7, 2.8), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    at, low, middle, high = (
-        [line[name] for line in evals] for name in ("step", "eval_accuracy_low", "eval_accuracy", "eval_accuracy_high"))
-    left.plot(at, middle, marker=".", color=BLUE)
-    left.fill_between(at, low, high, color=BLUE, alpha=0.2)
-    left.set(xlabel="optimiser step", ylabel="held-out accuracy, 95 %")
-    for name, colour in ("zero_variance_groups", ORANGE), ("entropy", GREEN):
-        right.plot([m["step"] for m in grpo_steps], [m[name] for m in grpo_steps], label=name, color=colour)
-    right.set(xlabel="optimiser step", ylim=(0, None))
-    right.legend(frameon=False)
-    for axes in left, right:
-        axes.axvline(grpo_steps[0]["step"], color=GREY, linestyle=":")
-    save(figure, "curve", folder)
+def plot_seeds(axes, lines: list[dict], value: str, label: str, **style) -> None:
+    """Plot the mean of a value over the seeds, and its range."""
+    steps = sorted({line["step"] for line in lines})
+    values = [[line[value] for line in lines if line["step"] == step] for step in steps]
+    (drawn,) = axes.plot(steps, [sum(v) / len(v) for v in values], label=label, **style)
+    axes.fill_between(steps, [min(v) for v in values], [max(v) for v in values], color=drawn.get_color(), alpha=0.12)
+
+
+def draw_ladder(path: Path = FOLDER / "ladder.jsonl") -> None:
+    """Draw reward and accuracy with a reward that can be hacked; and the accuracy of the five programs, once they were run."""
+    runs = {}
+    for line in read_lines(path):
+        runs.setdefault(line["run"], []).append(line)
+    figure = Figure(figsize=(5, 2.8), layout="constrained")
+    axes = figure.subplots()
+    for run, colour, kl in ("hackable reward, BETA=0", RED, "without KL penalty"), ("hackable reward", BLUE, "with KL penalty"):
+        plot_seeds(axes, runs[run], "reward", f"reward {kl}", color=colour, linestyle="--")
+        plot_seeds(axes, runs[run], "accuracy", f"accuracy {kl}", color=colour)
+    axes.set(xlabel="step", ylim=(0, 1.02))
+    axes.legend(frameon=False, fontsize=7)
+    save(figure, "hacked")
+    if programs := sorted(run for run in runs if run[0].isdigit()):
+        figure = Figure(figsize=(5, 2.8), layout="constrained")
+        axes = figure.subplots()
+        for program in programs:
+            plot_seeds(axes, runs[program], "accuracy", f"{program}.py")
+        axes.set(xlabel="step", ylabel="held-out accuracy", ylim=(0, 1))
+        axes.legend(frameon=False, fontsize=7)
+        save(figure, "ladder")
 
 
 def main() -> None:
-    """Draw all figures; with --train the learning curve alone."""
+    """Draw all figures, after the runs of --ladder that there are not yet."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--train", action="store_true", help="train, and draw the learning curve alone")
-    parser.add_argument("--keep", action="store_true", help="write it to docs/figures, not to outputs/figures")
-    args = parser.parse_args()
-    if args.train:
-        folder = FOLDER if args.keep else ROOT / "outputs/figures"
-        train_small(folder)
-        draw_curve(folder)
-        print(f"{folder.relative_to(ROOT)}/curve.svg (the run's own folder was temporary, and is removed)")
-        return
+    parser.add_argument("--ladder", type=int, default=0, help="number of seeds to run the programs of examples/ladder with")
+    run_ladder(FOLDER / "ladder.jsonl", parser.parse_args().ladder)
     draw_flow(*random_groups(length=12))                  # the shapes of docs/walkthrough.md
     draw_groups()
     draw_pack(random_groups(length=6)[2])
     draw_clip()
     draw_kl()
-    draw_curve()
+    draw_ladder()
 
 
 if __name__ == "__main__":

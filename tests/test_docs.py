@@ -1,7 +1,6 @@
 """What the README and the docs say must be so: links, files, flags, commands, names."""
 
 import ast
-import json
 import re
 import runpy
 import shlex
@@ -74,7 +73,7 @@ def test_every_flag_exists(page):
     assert not unknown
 
 
-def test_every_figure_is_drawn_and_shown_and_the_curves_numbers_are_in_the_text(monkeypatch):
+def test_every_figure_is_drawn_and_shown(monkeypatch):
     module = runpy.run_path(str(ROOT / "docs/figures.py"))
     kept, drawn = ROOT / "docs/figures", {}
     monkeypatch.setattr("sys.argv", ["figures.py"])
@@ -85,10 +84,6 @@ def test_every_figure_is_drawn_and_shown_and_the_curves_numbers_are_in_the_text(
     assert all(f"figures/{name}.svg" in "".join([lecture, *others]) for name in drawn)
     (shape,) = re.findall(r"^mask (\(\d+, \d+\))", others[0], flags=re.MULTILINE)            # of the walkthrough's rollout
     assert sum(shape in text.get_text() for text in drawn["flow"].axes[0].texts) == 2
-    lines = map(json.loads, (kept / "curve.jsonl").read_text().splitlines())
-    for line in (line for line in lines if line["phase"] == "eval" and line["step"] in (100, 200)):
-        text = f"{line['eval_accuracy']:.3f} [{line['eval_accuracy_low']:.3f}, {line['eval_accuracy_high']:.3f}]"
-        assert text in lecture, text
 
 
 def test_troubleshooting_looks_at_numbers_and_files_that_there_are():
