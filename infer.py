@@ -25,7 +25,8 @@ from data import as_text
 from engine.device_policy import DevicePolicy
 from engine.devices import best_device, idle_cores
 from engine.fingerprints import fingerprint_of_examples, fingerprint_of_model
-from engine.models import check_context_length, load_any_policy, move, resolve_precision
+from engine.models import check_context_length, load_any_policy, resolve_precision
+from engine.network import Network, move
 from environments.instances import load_environment, refuse_missing_columns, tools_of
 from experience import Groups
 from reward_functions.loading import load_reward_functions, require_columns
@@ -96,7 +97,7 @@ def sample_answers(
     config = section_of(args, GRPOConfig)
     model, tokenizer = load_any_policy(section_of(args, ModelConfig), trainable=False)
     tokenizer.tools = tools_of(environment)               # for the chat template
-    policy = DevicePolicy(move(model, device), tokenizer)
+    policy = DevicePolicy(Network(move(model, device), args.precision), tokenizer)
     if args.evaluate or device.type == "xla":             # checking takes some seconds
         policy, _ = choose_engine(policy, ["1+1=?"], config)
     refuse_wrong_sampler(policy)

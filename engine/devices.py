@@ -30,7 +30,6 @@ from torch import Tensor
 
 from engine.errors import is_out_of_memory
 
-tensor_parallel = 1  # processes that share a slice of the work: --mesh tp=N
 chosen_device = "auto"  # --device, once it is known
 
 
@@ -128,28 +127,26 @@ def all_gather_object(item) -> list:
     return items
 
 
-def sum_in_place(tensor: Tensor) -> None:
-    """Sum a tensor over all slices, in place; processes of one slice count once."""
-    if process_rank() % tensor_parallel:
-        tensor.zero_()
-    dist.all_reduce(tensor)
-
-
 class Ranks:
     """The division of a run's work among its processes, from the view of one of them.
 
     All processes call every method in the same order. Those of one tensor-parallel group do the same work.
+
+    together   the number of processes in such a group: --mesh tp=N
     """
+
+    def __init__(self, together: int = 1):
+        self.together = together
 
     @property
     def size(self) -> int:
         """Return the number of slices that the work is divided into."""
-        return num_processes() // tensor_parallel
+        return num_processes() // self.together
 
     @property
     def rank(self) -> int:
         """Return the number of this rank's slice, from 0."""
-        return process_rank() // tensor_parallel
+        return process_rank() // self.together
 
     def slice(self, items: list) -> list:
         """Return the slice of this rank. Slices cover all items; their sizes differ by at most one."""
@@ -172,15 +169,21 @@ class Ranks:
         first = next((rank for rank, (error, *_) in enumerate(outcomes) if error), None)
         if first is not None:
             raise failure if first == process_rank() else outcomes[first][0]
-        return [result for _, had_work, result in outcomes[:: tensor_parallel] if had_work]
+        return [result for _, had_work, result in outcomes[:: self.together] if had_work]
 
     def sum(self, count):
         """Sum a number, or a tensor on the CPU, over all ranks."""
         if num_processes() == 1:
             return count
         total = count.clone() if isinstance(count, Tensor) else torch.tensor(count, dtype=torch.float64)
-        sum_in_place(total)
+        self.sum_in_place(total)
         return total if isinstance(count, Tensor) else total.item()
+
+    def sum_in_place(self, tensor: Tensor) -> None:
+        """Sum a tensor over all slices, in place; the processes of one slice count once."""
+        if process_rank() % self.together:
+            tensor.zero_()
+        dist.all_reduce(tensor)
 
 
 # ---- XLA ---------------------------------------------------------------------------------------------------
