@@ -23,8 +23,9 @@ from analysis import evaluation, report
 from config import GRPOConfig, ModelConfig
 from data import as_text
 from engine.device_policy import DevicePolicy
-from engine.devices import best_device, idle_cores
+from engine.devices import best_device
 from engine.fingerprints import fingerprint_of_examples, fingerprint_of_model
+from engine.host import idle_cores
 from engine.models import check_context_length, load_any_policy, resolve_precision
 from engine.network import Network, move
 from environments.instances import load_environment, refuse_missing_columns, tools_of

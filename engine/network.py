@@ -1,9 +1,9 @@
 """
-A network: a model of transformers, and what its forward passes need to know about it.
+A network: a model of transformers, its precision, how it is sharded, and the adapter of a reference.
 
 Layers compute in 16 bits under autocast, and frozen weights are stored in 16 bits; trained weights,
-embeddings, norms and the head are float32. The module itself enters autocast, since transformers' generate
-and callers of train() run it as well.
+embeddings, norms and the head are float32. The module itself enters autocast, because sample.py, the generate
+of transformers, and those to whom train() returns the model call it without its network.
 """
 
 import copy
@@ -18,18 +18,19 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from engine.sharding import set_tensor, shard, shard_weights
+from engine.sharding import reshard, set_tensor, shard, shard_weights
 from engine.text_model import auto_class, has_adapter, layers_of, text_model, trainable_parameters
 
 
 @dataclass
 class Network:
-    """A model whose engine runs it by run, within in_use.
+    """A model, and how it computes. Within in_use, run(function) is one forward pass of it.
 
-    module     a model of transformers; several networks may share one, each with an adapter of its own
+    module     a model of transformers
     precision  of its layers, as set by with_precision
     mesh       how its weights are sharded over several processes, see sharding.shard
-    adapter    values for the parameters of the module's adapter, of a reference; None: those being trained
+    adapter    None, or the adapter of a reference, which has the module in common with the policy: values for
+               its trained parameters
     """
 
     module: PreTrainedModel
@@ -56,22 +57,25 @@ class Network:
     @contextmanager
     def in_use(self, device: torch.device):
         """Within the context the module is on a device and has this adapter; afterwards it is as before."""
-        home, trained = next(self.module.parameters()).device, []
+        home, adapter = next(self.module.parameters()).device, self.adapter or []
+        shared = trainable_parameters(self.module) if adapter else []
+        trained = [parameter.detach().clone() for parameter in shared]
         try:
             if home != device:
                 move(self.module, device)                 # from the CPU, with --reference_offload
-            if self.adapter:
-                trained = [parameter.detach().clone() for parameter in trainable_parameters(self.module)]
-                copy_into(trainable_parameters(self.module), self.adapter)
+            copy_into(shared, adapter)
             yield
         finally:
-            if trained:
-                copy_into(trainable_parameters(self.module), trained)
+            copy_into(shared, trained)
             if home != device:
                 move(self.module, home)
 
-    def moving_weights(self) -> list[Tensor]:
-        """Return what a reference copies from the policy: all weights, or only those of an adapter."""
+    def reference_weights(self) -> list[Tensor]:
+        """Return what a reference copies from the policy: all weights, or only those of an adapter.
+
+        Gathered weights are freed, since the next pass would use them instead of changed ones.
+        """
+        reshard(self.module)
         if has_adapter(self.module):
             return self.adapter or trainable_parameters(self.module)
         return list(self.module.parameters())

@@ -10,16 +10,18 @@ import sys
 
 import pytest
 import torch
-from conftest import ARCHITECTURES, PROMPTS, WITH_TOWERS
+from conftest import ARCHITECTURES, PROMPTS, WITH_TOWERS, quick_config
 from project_files import ROOT
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from config import ModelConfig
 from engine import make_engine
-from engine.text_model import text_model
+from engine.device_policy import DevicePolicy
 from engine.models import load_any_policy, save_any_policy
 from engine.network import Network, move, recompute_activations, with_precision
+from engine.text_model import text_model
+from runs.setup import set_up
 
 
 def test_a_model_comes_back_from_disk_in_evaluation_mode_and_pads_with_eos_if_it_has_no_pad_token(model, tokenizer, tmp_path):
@@ -92,6 +94,13 @@ def test_layers_in_half_with_weights_and_numbers_in_float32(model, tokenizer, se
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(2)
         assert not torch.allclose(engine.log_probs(rollout).logp, rounded), "no stale copies"
+
+
+def test_a_callers_own_policy_computes_in_the_precision_of_the_run(tmp_path):
+    """It is given the module alone; in float16 gradients must be scaled."""
+    policy = set_up(quick_config(tmp_path / "run", precision="float16"), engine=DevicePolicy).policy
+    assert type(policy) is DevicePolicy and policy.precision == "float16" and policy.scaler.is_enabled()
+    assert policy.ratio_tolerance == policy.frozen_copy().ratio_tolerance == 0.1
 
 
 @pytest.mark.parametrize("precision,kept", [("bfloat16", {"A_log", "down_bias"}), ("float16", {"A_log", "down_bias", "down"})])
