@@ -4,6 +4,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,13 +19,16 @@ from engine.errors import RunError, is_out_of_memory
 
 
 def test_slices_cover_everything_once_and_differ_by_at_most_one(monkeypatch):
-    for size in 1, 2, 3, 5:
-        monkeypatch.setattr(devices, "num_processes", lambda size=size: size)
+    for size, together in product((1, 2, 3, 5), (1, 2)):
+        ranks = Ranks(together)                           # with tp=2, two processes have one slice
+        monkeypatch.setattr(devices, "num_processes", lambda processes=size * together: processes)
         for n in range(12):
             slices = []
-            for rank in range(size):
+            for rank in range(size * together):
                 monkeypatch.setattr(devices, "process_rank", lambda rank=rank: rank)
-                slices.append(Ranks().slice(list(range(n))))
+                slices.append(ranks.slice(list(range(n))))
+            assert slices[::together] == slices[together - 1 :: together]
+            slices = slices[::together]
             assert [item for part in slices for item in part] == list(range(n)) and max(map(len, slices)) - min(map(len, slices)) <= 1
 
 
