@@ -23,9 +23,11 @@ from analysis import evaluation, report
 from config import GRPOConfig, ModelConfig
 from data import as_text
 from engine.device_policy import DevicePolicy
-from engine.devices import best_device, idle_cores
+from engine.devices import best_device
 from engine.fingerprints import fingerprint_of_examples, fingerprint_of_model
-from engine.models import check_context_length, load_any_policy, move, resolve_precision
+from engine.host import idle_cores
+from engine.models import check_context_length, load_any_policy, resolve_precision
+from engine.network import Network, move
 from environments.instances import load_environment, offer_tools, refuse_missing_columns
 from experience import Groups
 from reward_functions.loading import load_reward_functions, require_columns
@@ -97,7 +99,7 @@ def sample_answers(
     model, tokenizer = load_any_policy(section_of(args, ModelConfig), trainable=False)
     to_stderr = partial(print, file=sys.stderr)
     offer_tools(tokenizer, environment, to_stderr)
-    policy = DevicePolicy(move(model, device), tokenizer)
+    policy = DevicePolicy(Network(move(model, device), args.precision), tokenizer)
     if args.evaluate or device.type == "xla":             # checking takes some seconds
         policy, _ = choose_engine(policy, ["1+1=?"], config)
     refuse_wrong_sampler(policy)

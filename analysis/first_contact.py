@@ -15,7 +15,7 @@ from analysis.evaluation import sample_and_score_problems
 from analysis.reward_linter import print_rewards
 from config import Config
 from data import as_text
-from engine.devices import peak_memory_gb
+from engine.host import peak_memory_gb
 from experience import Groups
 from grpo import compute_group_advantages
 from reward_functions.calling import missing_columns

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from engine import sampler
 from runs.command_line import parse_config
-from engine.devices import peak_memory_gb
+from engine.host import peak_memory_gb
 from runs.setup import set_up
 from train import training_loop
 from workloads import WORKLOADS, lengths_of

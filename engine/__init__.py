@@ -13,6 +13,7 @@ def saves_tokens(prompt_tokens: int, grpo_config) -> bool:
 def make_engine(name: str, model, tokenizer, *, max_tokens: int = 2048):
     """Return the policy for an engine: plain, shared, or vllm, which trains like plain.
 
+    model       a module of transformers, or a Network of engine/network.py
     max_tokens  the most tokens in a training pass, the same on all ranks
     """
     # Imports are local because the sandbox imports engine/errors.py without torch.
@@ -23,10 +24,12 @@ def make_engine(name: str, model, tokenizer, *, max_tokens: int = 2048):
 
         return Shared(model, tokenizer, max_tokens=max_tokens)
     from engine.device_policy import DevicePolicy, runs_in_core
+    from engine.network import network_of
     from policy import Policy
 
-    if name == "plain" and runs_in_core(model):
-        return Policy(model, tokenizer, max_tokens=max_tokens)
+    network = network_of(model)
+    if name == "plain" and runs_in_core(network):
+        return Policy(network.module, tokenizer, max_tokens=max_tokens)
     policy = DevicePolicy(model, tokenizer, max_tokens=max_tokens)
     if name == "vllm":
         from engine.vllm_engine import VLLM

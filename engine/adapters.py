@@ -1,17 +1,16 @@
 """
-LoRA adapters: add one to a model, save it, and use it as the reference. This code calls peft directly, since
-transformers 5.24 requires a newer peft than has been released.
+LoRA adapters: add one to a model, and save it. This code calls peft directly, since transformers 5.24
+requires a newer peft than has been released.
 """
 
 import os
-from collections.abc import Iterator
 
 import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from engine.fingerprints import fingerprint_of_model
-from engine.text_model import linear_layers, trainable_parameters
+from engine.text_model import linear_layers
 from model import follow_umask
 
 
@@ -37,7 +36,7 @@ def add_adapter(model: PreTrainedModel, model_config, saved: bool) -> None:
     more = [name for name in ("modules_to_save", "trainable_token_indices") if getattr(lora, name, None)]
     base = model.name_or_path                             # a folder, or the id of a hub
     lora.base_model_name_or_path = os.path.abspath(base) if os.path.isdir(base) else base
-    model.base_fingerprint = fingerprint_of_model(base)
+    lora.base_fingerprint = fingerprint_of_model(base)    # now, since another model may be put there later
     inject_adapter_in_model(lora, model)
     ends = {"the embedding": model.get_input_embeddings(), "the head": model.get_output_embeddings()}
     more += [name for name, module in ends.items() if hasattr(module, "lora_A")]
@@ -54,48 +53,13 @@ def save_adapter(model: PreTrainedModel, tokenizer, folder, weights: dict[str, t
     """Write only the adapter to a folder, in peft's format, and the tokenizer. weights: full_state_dict."""
     from peft import get_peft_model_state_dict
 
-    model.peft_config["default"].save_pretrained(folder)
+    lora = model.peft_config["default"]
+    lora.save_pretrained(folder)
     adapter = {f"base_model.model.{name}": x for name, x in get_peft_model_state_dict(model, weights).items()}
     save_file(adapter, folder / "adapter_model.safetensors", {"format": "pt"})
-    (folder / "base_fingerprint").write_text(model.base_fingerprint)
+    (folder / "base_fingerprint").write_text(lora.base_fingerprint)
     tokenizer.save_pretrained(folder)
     follow_umask(folder)
-
-
-class AdapterReference:
-    """A reference that shares the policy's weights and keeps a copy of its adapter.
-
-    The output of a new adapter is 0, so the reference of a new run is the model without an adapter.
-    """
-
-    def __init__(self, model: PreTrainedModel):
-        self.model = model
-        self.kept = [parameter.detach().clone() for parameter in trainable_parameters(model)]
-
-    def parameters(self) -> Iterator[torch.Tensor]:
-        return iter(self.kept)
-
-    def base_model(self, **inputs):
-        """Call the model's base_model with the kept adapter in place of the trained one."""
-        trained = [parameter.detach().clone() for parameter in trainable_parameters(self.model)]
-        try:
-            copy_into(trainable_parameters(self.model), self.kept)
-            return self.model.base_model(**inputs)
-        finally:
-            copy_into(trainable_parameters(self.model), trained)
-
-    def to(self, device) -> "AdapterReference":
-        return self
-
-    def __getattr__(self, name: str):
-        return getattr(self.model, name)
-
-
-@torch.no_grad()
-def copy_into(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy each source into its target, in place."""
-    for target, source in zip(targets, sources, strict=True):
-        target.copy_(source)
 
 
 def adapted_weights(model: PreTrainedModel) -> dict[str, torch.nn.Module]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from engine.devices import bucket
+from engine.graphs import bucket
 from engine.packing import make_layout, padded_indices, ranges_of
 from engine.prefix_attention import additive_mask, attend_folded, attends_to, forward_packed
 

@@ -1,37 +1,25 @@
 """
-Devices and processes: choice of the device, collectives between processes, XLA graphs, and peak memory. Only
-this file and sharding.py use torch.distributed and torch_xla.
+Devices and processes: choice of the device, and collectives between processes.
 
 Completions, rewards and advantages are small, so all processes gather them and make the same decisions.
-Weights, gradients and optimiser state are large and sharded. Without torchrun there is a single process.
-
-XLA compiles, and one process drives all its devices. The operations between two calls of cut_graph become one
-program, which is reused for equal operations with equal shapes. So shapes are rounded up (bucket), and each
-iteration of a loop ends a program (cut_graph). On a CPU or a GPU both functions have no effect.
+Weights, gradients and optimiser state are large and sharded. Without torchrun there is a single process. On
+XLA one process drives all devices.
 """
 
 import atexit
-import ctypes
 import os
 import pickle
-import random
-import resource
 import sys
-import time
 from collections.abc import Callable
-from contextlib import suppress
 from datetime import timedelta
 from functools import cache
 
-import numpy as np
-import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from engine.errors import RunError, in_one_line, is_out_of_memory
 
-tensor_parallel = 1  # processes that share a slice of the work: --mesh tp=N
 chosen_device = "auto"  # --device, once it is known
 
 
@@ -129,13 +117,6 @@ def all_gather_object(item) -> list:
     return items
 
 
-def sum_in_place(tensor: Tensor) -> None:
-    """Sum a tensor over all slices, in place; processes of one slice count once."""
-    if process_rank() % tensor_parallel:
-        tensor.zero_()
-    dist.all_reduce(tensor)
-
-
 def picklable(error: Exception) -> Exception:
     """Return an error that other processes can load: the error itself, or RunError with its line."""
     try:
@@ -149,17 +130,22 @@ class Ranks:
     """The division of a run's work among its processes, from the view of one of them.
 
     All processes call every method in the same order. Those of one tensor-parallel group do the same work.
+
+    slice_size  the number of processes in such a group: --mesh tp=N
     """
+
+    def __init__(self, slice_size: int = 1):
+        self.slice_size = slice_size
 
     @property
     def size(self) -> int:
         """Return the number of slices that the work is divided into."""
-        return num_processes() // tensor_parallel
+        return num_processes() // self.slice_size
 
     @property
     def rank(self) -> int:
         """Return the number of this rank's slice, from 0."""
-        return process_rank() // tensor_parallel
+        return process_rank() // self.slice_size
 
     def slice(self, items: list) -> list:
         """Return the slice of this rank. Slices cover all items; their sizes differ by at most one."""
@@ -186,7 +172,7 @@ class Ranks:
         first = next((rank for rank, (error, *_) in enumerate(outcomes) if error), None)
         if first is not None:
             raise failure if first == process_rank() else outcomes[first][0]
-        return [result for _, had_work, result in outcomes[:: tensor_parallel] if had_work]
+        return [result for _, had_work, result in outcomes[:: self.slice_size] if had_work]
 
     def together(self, work: Callable):
         """Return work(), called on each rank. The first rank's exception is raised on every rank."""
@@ -199,8 +185,14 @@ class Ranks:
         if num_processes() == 1:
             return count
         total = count.clone() if isinstance(count, Tensor) else torch.tensor(count, dtype=torch.float64)
-        sum_in_place(total)
+        self.sum_in_place(total)
         return total if isinstance(count, Tensor) else total.item()
+
+    def sum_in_place(self, tensor: Tensor) -> None:
+        """Sum a tensor over all slices, in place; the processes of one slice count once."""
+        if process_rank() % self.slice_size:
+            tensor.zero_()
+        dist.all_reduce(tensor)
 
 
 # ---- XLA ---------------------------------------------------------------------------------------------------
@@ -227,133 +219,3 @@ def xla_device() -> torch.device:
     device = torch_xla.device()
     torch.zeros(1, device=device)  # registers the device before the first backward pass
     return device
-
-
-def bucket(n: int, device: torch.device) -> int:
-    """Round a size up to a power of two on XLA, so that few programs serve all sizes; elsewhere return it."""
-    return 1 << (n - 1).bit_length() if device.type == "xla" else n
-
-
-def cut_graph(device: torch.device) -> None:
-    """End a program on XLA and run it, without waiting. Every live tensor becomes one of its results."""
-    if device.type == "xla":
-        import torch_xla
-
-        torch_xla.sync()
-
-
-def recorded(function: Callable[[], None], device: torch.device) -> Callable[[], None]:
-    """Return a CUDA graph of all kernels that a function launches; the function itself if that is impossible.
-
-    Launching a token's thousands of kernels from Python takes longer than running them. The function must
-    have run once, read and write the same tensors each time, and not wait for the device, as experts that are
-    called one by one do.
-    """
-    if device.type != "cuda":
-        return function
-    try:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            function()
-    except RuntimeError as error:
-        if is_out_of_memory(error):
-            raise
-        return function
-    return graph.replay
-
-
-def copy_together(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
-    """Copy tensors of one type to a device in a single copy, since the host waits for each copy to a GPU."""
-    if device.type == "cpu":
-        return tensors
-    parts = torch.cat([x.flatten() for x in tensors]).to(device).split([x.numel() for x in tensors])
-    return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
-
-
-def eager_device(device: torch.device) -> torch.device:
-    """Return the device for small tensors of many shapes: the CPU for XLA, which would compile each shape."""
-    return torch.device("cpu") if device.type == "xla" else device
-
-
-def seed_generators(of: str | int) -> None:
-    """Seed the global random generators of Python, numpy and torch, without transformers' trainers."""
-    number = random.Random(of).getrandbits(32) if isinstance(of, str) else of
-    for seed in random.seed, np.random.seed, torch.manual_seed:
-        seed(number)
-
-
-# ---- memory ------------------------------------------------------------------------------------------------
-
-
-def keep_freed_memory() -> None:
-    """Make glibc's malloc keep freed blocks of up to 128 MB for later tensors.
-
-    By default it returns them to the kernel, which zeroes every large tensor page by page when it is
-    allocated again: a third of the time of a training pass (dev/LOG.md).
-    """
-    if sys.platform == "linux" and hasattr(ctypes.CDLL(None), "mallopt"):
-        mallopt, trim_threshold, mmap_threshold = ctypes.CDLL(None).mallopt, -1, -3  # constants of malloc.h
-        if mallopt(mmap_threshold, 128 * 2**20) or mallopt(mmap_threshold, 32 * 2**20):  # older: 32 at most
-            mallopt(trim_threshold, 2**31 - 1)
-
-
-def own_cores() -> list[int]:
-    """Return the numbers of the cores that this process may use."""
-    return sorted(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count()))
-
-
-def used_seconds() -> np.ndarray:
-    """Return wall-clock seconds, and processor seconds on own_cores by all processes and by this one.
-
-    Its children count as this process, also those that have ended: the programs of reward functions.
-    """
-    times, own, process = [], 0.0, psutil.Process()
-    with suppress(OSError):                               # of a sandbox without /proc/stat
-        times = psutil.cpu_times(percpu=True)
-    everyone = sum(times[core].user + times[core].system for core in own_cores() if core < len(times))
-    for each in [process, *process.children(recursive=True)]:
-        with suppress(psutil.Error):                      # it has ended meanwhile
-            own += sum(each.cpu_times()[:4])              # user, system, and those of its ended children
-    return np.array([time.monotonic(), everyone, own])
-
-
-class IdleCores:
-    """Compute with one thread per core that other processes leave idle, but with at least one.
-
-    If another process uses a thread's core, all other threads wait for it at the end of each operation. On
-    two cores beside one busy process, a step of the demonstration takes 2.7 s with two threads, 0.7 s with 1.
-    """
-
-    def __init__(self):
-        self.threads, self.busy, self.before = torch.get_num_threads(), 0, used_seconds()
-
-    def choose_threads(self, notify: Callable) -> None:
-        """Choose by the work of other processes since the last call. OMP_NUM_THREADS fixes the number."""
-        now, cores = used_seconds(), len(own_cores())
-        seconds, everyone, own = now - self.before
-        if seconds < 0.3 or "OMP_NUM_THREADS" in os.environ:
-            return
-        self.before = now
-        others = (everyone - own) / seconds
-        if abs(others - self.busy) > 0.6:                 # with 0.5 it would oscillate
-            self.busy = max(0, round(others))
-        before, threads = torch.get_num_threads(), max(1, min(self.threads, cores - self.busy))
-        if threads != before:
-            torch.set_num_threads(threads)
-            notify(f"  note   threads {before} -> {threads}: others use {self.busy} of {cores} cores")
-
-
-idle_cores = IdleCores()        # threads are the process's
-
-
-def peak_memory_gb(device: torch.device) -> float:
-    """Return the peak memory so far in 10^9 bytes: of the GPU or TPU, or elsewhere of the whole process."""
-    if device.type == "xla":
-        from torch_xla.core import xla_model
-
-        with suppress(RuntimeError):                      # XLA's CPU device has no count
-            return xla_model.get_memory_info(device)["peak_bytes_used"] / 1e9
-    elif device.type in ("cuda", "xpu"):
-        return torch.accelerator.max_memory_allocated(device) / 1e9
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / 1e9 if sys.platform == "darwin" else peak * 1024 / 1e9         # bytes or kilobytes

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from engine.devices import bucket, copy_together
+from engine.graphs import bucket, copy_together
 from engine.prefix_attention import Block, TokenLayout
 from logprobs import completion_lengths
 

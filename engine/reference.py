@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from config import Config, ModelConfig
-from engine.adapters import AdapterReference, copy_into
-from engine.models import load_any_policy, load_any_tokenizer, move
+from engine.models import load_any_policy, load_any_tokenizer
+from engine.network import Network, copy_into, move
 from engine.sharding import shard, sharded_like
 
 
@@ -34,32 +34,32 @@ def compare_tokenizers(tokenizer, config: Config) -> None:
             f"there ({example}); use a model with the policy's tokenizer")
 
 
-def load_teacher(config: Config, policy: torch.nn.Module) -> torch.nn.Module:
+def load_teacher(config: Config, policy: Network) -> torch.nn.Module:
     """Load the model of --reference_path, frozen, on the device of the policy and sharded like it.
 
     Models with the same tokenizer may pad their heads to different sizes, such as Qwen 2.5 to 151,936 and
     152,064 rows. Rows beyond those of the policy belong to no token and are dropped.
     """
     teacher, _ = load_any_policy(config_of_reference(config), trainable=False)
-    rows = len(policy.get_output_embeddings().weight)
+    rows = len(policy.module.get_output_embeddings().weight)
     for module in teacher.get_output_embeddings(), teacher.get_input_embeddings():
         if len(module.weight) > rows:                     # resize_token_embeddings cannot cut a DTensor
             module.weight = torch.nn.Parameter(module.weight.detach()[:rows], requires_grad=False)
             module.padding_idx = None                     # of an embedding: one of these rows
-    move(teacher, policy.device)                          # also ties weights again
-    shard(teacher, getattr(policy, "mesh", {}))
+    move(teacher, policy.module.device)                   # also ties weights again
+    shard(teacher, policy.mesh)
     return teacher
 
 
 def prepare_teacher(
-    reference: torch.nn.Module | None, policy: torch.nn.Module, tokenizer, config: Config
+    reference: torch.nn.Module | None, policy: Network, tokenizer, config: Config
 ) -> torch.nn.Module:
     """Return the given teacher or that of --reference_path, frozen. Raises ValueError if it does not fit."""
     if not config.training.use_grpo:
         raise ValueError("reference: only GRPO uses it; add use_grpo")
     if reference is None:
         reference = load_teacher(config, policy)
-    sizes = [len(model.get_output_embeddings().weight) for model in (reference, policy)]
+    sizes = [len(model.get_output_embeddings().weight) for model in (reference, policy.module)]
     if sizes[0] < len(tokenizer):
         raise ValueError(
             f"reference: it has {sizes[0]} tokens, the tokenizer {len(tokenizer)}; use a model with the "
@@ -71,19 +71,20 @@ def prepare_teacher(
     return reference.eval().requires_grad_(False)
 
 
-def load_reference(model, config: Config, checkpoint: Path, state: dict):
+def load_reference(policy: Network, config: Config, checkpoint: Path, state: dict):
     """Return the reference saved with a checkpoint, None without a KL penalty. state: from state.pt."""
     if adapter := state.get("reference_adapter"):
-        reference = AdapterReference(model)
-        pairs = zip(adapter, reference.kept, strict=True)
-        copy_into(reference.kept, [sharded_like(new, old) for new, old in pairs])
+        reference = policy.frozen_copy()
+        pairs = zip(adapter, reference.adapter, strict=True)
+        copy_into(reference.adapter, [sharded_like(new, old) for new, old in pairs])
         return reference
     if not (checkpoint / "reference").exists():
         return None
     reference, _ = load_any_policy(
         replace(config.model, model_path=str(checkpoint / "reference")),
-        trainable=config.grpo.reference_mode == "ema",    # in float32, see make_reference
+        trainable=config.grpo.reference_mode == "ema",    # in float32, see Network.frozen_copy
     )
-    reference = move(reference, torch.device("cpu") if config.grpo.reference_offload else model.device).eval()
-    shard(reference, getattr(model, "mesh", {}))
+    device = torch.device("cpu") if config.grpo.reference_offload else policy.module.device
+    reference = move(reference, device).eval()
+    shard(reference, policy.mesh)
     return reference.requires_grad_(False)

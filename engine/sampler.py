@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from data import encode_prompt
 from engine.cache import PrefixCache
-from engine.devices import bucket, cut_graph, recorded
+from engine.graphs import bucket, cut_graph, recorded
 from logprobs import compute_logits, distribution_of, restrict_logits
 from sample import Rollout, make_rollout, sampling_mode, stop_token_ids, uniform_streams
 

@@ -7,7 +7,6 @@ Not supported: pipeline parallelism.
 import logging
 import math
 import os
-from collections.abc import Callable
 from contextlib import contextmanager
 from fnmatch import fnmatch
 
@@ -19,8 +18,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from engine import devices
-from engine.devices import best_device, is_main, num_processes, sum_in_place
+from engine.devices import Ranks, best_device, is_main, num_processes
 from engine.text_model import layers_of, text_model
 
 # torch warns that gathering over two mesh dimensions is slow. Only checkpoints do it.
@@ -70,14 +68,14 @@ def shard(model, mesh: dict[str, int]) -> None:
     """
     if num_processes() == 1:
         return
-    device, devices.tensor_parallel = next(model.parameters()).device, mesh["tp"]
+    device = next(model.parameters()).device
     weights = dict(model.named_parameters())              # whole on the device one at a time
     for name, weight in weights.items():
         empty = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
         set_tensor(model, name, torch.nn.Parameter(empty, weight.requires_grad))
     model.tie_weights()
     device_mesh = init_device_mesh(device.type, tuple(mesh.values()), mesh_dim_names=tuple(mesh))
-    partial = parallelize_layers(model, device_mesh["tp"]) if devices.tensor_parallel > 1 else []
+    partial = parallelize_layers(model, device_mesh["tp"]) if mesh["tp"] > 1 else []
     data_mesh = device_mesh["replicate", "fsdp"] if mesh["replicate"] > 1 else device_mesh["fsdp"]
     for module in [*layers_of(model), model]:
         fully_shard(module, mesh=data_mesh)
@@ -91,7 +89,7 @@ def shard(model, mesh: dict[str, int]) -> None:
     for name, parameter in text_model(model).named_parameters():
         if any(fnmatch(name, f"{pattern}.*") for pattern in partial):
             parameter.partial_over = device_mesh["tp"].get_group()
-    model.mesh, model.as_forward_pass = mesh, lambda function: function()
+    model.as_forward_pass = lambda function: function()   # see Network.run
     register_fsdp_forward_method(model, "as_forward_pass")
     with torch.no_grad():                                 # the first pass determines the root module
         model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=device))
@@ -113,11 +111,6 @@ def parallelize_layers(model, device_mesh) -> list[str]:
     styles = {name: STYLES[style]() for name, style in plan.items() if style in STYLES}
     parallelize_module(text_model(model), device_mesh, styles)
     return [name for name, style in plan.items() if style == PARTIAL]
-
-
-def forward_pass(model, function: Callable):
-    """Run function(), which calls parts of a model and returns tensors, as one forward pass of the model."""
-    return model.as_forward_pass(function) if hasattr(model, "mesh") else function()
 
 
 @contextmanager
@@ -173,7 +166,7 @@ def sharded_like(tensor, parameter):
     return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None).clone()
 
 
-def sum_and_clip_gradient(parameters: list, max_norm: float) -> float:
+def sum_and_clip_gradient(parameters: list, max_norm: float, ranks: Ranks) -> float:
     """Sum the gradient over all processes and clip it to a norm, in place. Return the norm before clipping.
 
     FSDP has already summed the gradients of sharded parameters. Those of other parameters, and of norms over
@@ -187,7 +180,7 @@ def sum_and_clip_gradient(parameters: list, max_norm: float) -> float:
                 dist.all_reduce(parameter.grad.to_local(), group=parameter.partial_over)
     if num_processes() > 1:
         for parameter in by_mesh.get(None, []):
-            sum_in_place(parameter.grad)
+            ranks.sum_in_place(parameter.grad)
     norms = [torch.nn.utils.get_total_norm([p.grad for p in group]) for group in by_mesh.values()]
     norm = math.hypot(*(float(gathered(n)) for n in norms))
     for group in by_mesh.values():

@@ -4,7 +4,10 @@ from 4b, is trained on text alone: its towers keep their weights.
 """
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoModelForCausalLM,
+    AutoModelForImageTextToText, PreTrainedModel,
+)
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
@@ -13,6 +16,13 @@ def text_model(model: PreTrainedModel):
     """Return the module with the layers for text: the model without its head and towers."""
     has_towers = model.config.get_text_config() is not model.config
     return model.get_decoder() if has_towers else model.base_model
+
+
+def auto_class(architecture):
+    """Return the class of transformers that loads a configuration's model. Mistral 3 has no text class."""
+    kind = type(architecture)
+    with_images = kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and kind not in MODEL_FOR_CAUSAL_LM_MAPPING
+    return AutoModelForImageTextToText if with_images else AutoModelForCausalLM
 
 
 def layers_of(model: PreTrainedModel) -> list[nn.Module]:

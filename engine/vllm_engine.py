@@ -29,7 +29,6 @@ from engine.adapters import adapted_weights
 from data import encode_prompt
 from engine.devices import num_processes
 from engine.device_policy import DevicePolicy
-from engine.models import precision_of
 from engine.sampler import SamplingState
 from engine.sharding import gathered, reshard
 from logprobs import distribution_of
@@ -74,7 +73,7 @@ class VLLM:
         with tempfile.TemporaryDirectory() as folder:     # only the architecture, no weights
             config.save_pretrained(folder)
             self.llm = LLM(
-                folder, load_format="dummy", skip_tokenizer_init=True, dtype=precision_of(model),
+                folder, load_format="dummy", skip_tokenizer_init=True, dtype=policy.precision,
                 max_model_len=max_length, gpu_memory_utilization=memory, logprobs_mode="processed_logprobs",
                 max_num_seqs=at_once or None,
                 enable_sleep_mode=self.sleeps, enforce_eager=not self.sleeps, language_model_only=True,

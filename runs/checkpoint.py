@@ -151,7 +151,7 @@ def read_state(checkpoint: Path, *, mmap: bool = False) -> dict:
 def versions(policy) -> dict:
     """Return everything that bit-identical results depend on: versions, processes, threads, engine.
 
-    Without OMP_NUM_THREADS, results also depend on other processes: see IdleCores in engine/devices.py.
+    Without OMP_NUM_THREADS, results also depend on other processes: see IdleCores in engine/host.py.
     """
     return {
         "python": platform.python_version(), "torch": str(torch.__version__),

@@ -39,8 +39,8 @@ RECORDS = "metrics.jsonl", "rollouts.jsonl", "skipped.jsonl", "reward_errors.jso
 class RunFolder:
     """The folder of one run, with its console."""
 
-    def __init__(self, config: Config):
-        training, self.config, self.ranks = config.training, config, Ranks()
+    def __init__(self, config: Config, ranks: Ranks | None = None):
+        training, self.config, self.ranks = config.training, config, ranks or Ranks()
         default = time.strftime("outputs/%Y-%m-%d_%H-%M-%S")
         self.path = Path(all_gather_object(training.output_dir or default)[0])   # the same on all ranks
         whole = Path(os.path.abspath(self.path))

@@ -4,7 +4,6 @@ import psutil
 import torch
 
 from config import Config
-from engine.models import precision_of
 from logprobs import prompts_and_lengths
 from policy import Policy
 from sample import Rollout
@@ -58,7 +57,7 @@ def describe_memory(policy: Policy, of_token: float, config: Config) -> str:
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     trained = 4 * model.num_parameters(only_trainable=True)                      # float32
     has_copy = config.training.use_grpo and grpo_config.kl_coef and not config.model.lora_rank
-    copy = weights / (1 if precision_of(model) == "float32" else 2) if has_copy else 0
+    copy = weights / (1 if policy.precision == "float32" else 2) if has_copy else 0
     rows = grpo_config.generation_batch_size or config.rollout_size
     words = len(model.get_output_embeddings().weight)
     parts = {

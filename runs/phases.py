@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from config import Config
 from engine.errors import RunError
-from engine.models import make_reference, move
+from engine.network import move
 from engine.text_model import trainable_parameters
 from model import ValueHead
 from policy import Policy
@@ -78,11 +78,12 @@ def train_in_phase(policy: Policy, phase: Phase, config: Config, make_optimizer:
 
 def first_reference(policy: Policy, grpo_config, teacher: torch.nn.Module | None) -> Policy:
     """Return the reference at the start of GRPO: the teacher, else a copy of the policy."""
-    device = torch.device("cpu") if grpo_config.reference_offload else next(policy.model.parameters()).device
-    model = teacher
-    if teacher is None:
-        model = make_reference(policy.model, exact=grpo_config.reference_mode == "ema")
-    return policy.like(move(model, device))
+    exact = grpo_config.reference_mode == "ema"
+    reference = policy.frozen_copy(exact=exact) if teacher is None else policy.like(teacher)
+    if reference.model is not policy.model:               # as a reference that is only an adapter
+        offloads = grpo_config.reference_offload
+        move(reference.model, torch.device("cpu") if offloads else next(policy.model.parameters()).device)
+    return reference
 
 
 def learning_rate_factor(step: int, *, steps: int, warmup: int, schedule: str) -> float:

@@ -13,7 +13,6 @@ from data import encode_prompt
 from engine import make_engine, saves_tokens
 from engine.errors import CannotShare
 from engine.device_policy import DevicePolicy
-from engine.models import is_exact
 from engine.text_model import has_experts
 from policy import Policy
 from sample import Rollout
@@ -44,7 +43,7 @@ def choose_engine(
     may_be_plain = longest_prompt and engine == "auto" and plain.device.type not in ("xla", "cuda")
     if engine == "plain" or (may_be_plain and not saves_tokens(longest_prompt, grpo_config)):
         return plain, ""
-    shared = make_engine("shared", plain.model, plain.tokenizer, max_tokens=plain.max_tokens)
+    shared = make_engine("shared", plain.network, plain.tokenizer, max_tokens=plain.max_tokens)
     fault = fault_of_sharing(shared, plain, prompts, grpo_config.generation_max_length)
     if plain.ranks.sum(int(not fault)) == plain.ranks.size:
         return shared, ""
@@ -66,7 +65,7 @@ def fault_of_sharing(shared: DevicePolicy, plain: DevicePolicy, prompts: list, m
     rows = plain.log_probs(rollout).logp
     sampled = rollout.sampling_logp.where(rollout.completion_mask, 0.0)
     both = torch.stack([packed, sampled])
-    return difference(shared.model, "shared and plain rows", both, rows.expand(2, -1, -1))
+    return difference(shared, "shared and plain rows", both, rows.expand(2, -1, -1))
 
 
 def refuse_wrong_sampler(
@@ -79,7 +78,7 @@ def refuse_wrong_sampler(
 
     distribution  settings whose temperature, top_k, ... restrict the samples; None: they are unrestricted
     """
-    model, tokenizer = policy.model, policy.tokenizer
+    tokenizer = policy.tokenizer
     prompts = [encode_prompt(tokenizer, prompt) for prompt in prompts]
     half = prompts[0][len(prompts[0]) // 2 :]
     settings, seeds = short_completions(most_tokens), [(0, 0), (0, 1)]
@@ -88,14 +87,14 @@ def refuse_wrong_sampler(
     sampler = getattr(policy, "sampler", None)            # such as vLLM, which gets the weights first
     with sampler.sampling() if sampler else nullcontext():
         rollout = policy.sample([prompts[0], half], settings, seeds, num_completions=2)
-    plain = DevicePolicy(model, tokenizer)
+    plain = DevicePolicy(getattr(policy, "network", policy.model), tokenizer)
     if distribution is None:                              # the model's own head does not restrict it
         refuse_wrong_head(plain, rollout)
     trained, sampled = plain.log_probs(rollout).logp, rollout.sampling_logp
     if not policy.same_arithmetic:                        # held to the limit of every step
         ratios = (trained - sampled)[rollout.completion_mask].exp()
         policy.require_ratios_of_1(float((ratios - 1).abs().nan_to_num(torch.inf).mean()))
-    elif fault := difference(model, "sampler and trainer", sampled, trained):
+    elif fault := difference(plain, "sampler and trainer", sampled, trained):
         raise ValueError(f"start-up check: {fault}; try --attn_implementation eager")
     return rollout
 
@@ -112,20 +111,20 @@ def refuse_wrong_head(plain: DevicePolicy, rollout: Rollout, name: str = "policy
     logits = plain.model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
     own = logits.float().log_softmax(-1).gather(-1, completion[:, None].to(plain.device))[:, 0]
     ours = plain.log_probs(rollout, torch.tensor([0])).logp[0, mask]
-    if fault := difference(plain.model, f"{name}: chunked head and the model's own", ours, own):
+    if fault := difference(plain, f"{name}: chunked head and the model's own", ours, own):
         raise ValueError(
             f"start-up check: {fault}; logits of this architecture need a step that compute_logits in "
             "logprobs.py lacks: add it there")
 
 
-def difference(model, what: str, left: torch.Tensor, right: torch.Tensor) -> str:
+def difference(policy: DevicePolicy, what: str, left: torch.Tensor, right: torch.Tensor) -> str:
     """Return how much two tensors of log-probabilities differ, "" if only by rounding.
 
     With experts in 16 bits the mean is compared: rounding changes a few tokens' experts, and so some nats.
     """
     differences = (left.cpu() - right.cpu()).abs().nan_to_num(torch.inf)
-    tolerance = TOLERANCE if is_exact(model) else TOLERANCE_HALF
-    on_average = tolerance == TOLERANCE_HALF and has_experts(model)
+    tolerance = TOLERANCE if policy.network.is_exact else TOLERANCE_HALF
+    on_average = tolerance == TOLERANCE_HALF and has_experts(policy.model)
     found = float(differences.mean() if on_average else differences.max())
     bound = "on average" if on_average else "at most"
     return "" if found <= tolerance else f"{what} differ by {bound} {found:.1e} nat"

@@ -23,7 +23,7 @@ import train
 from config import Config, GRPOConfig, ModelConfig
 from data import Batches
 from engine import make_engine
-from engine.models import make_reference, load_any_policy, save_any_policy
+from engine.models import load_any_policy, save_any_policy
 from engine.text_model import trainable_parameters
 from experience import Groups, compute_experience
 from model import byte_tokenizer
@@ -370,7 +370,7 @@ def with_settings(base, architecture="gemma3", **grpo):
     run = replace(base, config=config, policy=policy, progress=replace(base.progress))
     run.batches = Batches(base.train_set, 4, 0)
     if run.config.grpo.kl_coef:                           # a reference that differs, or its gradient would vanish
-        run.reference = policy.like(make_reference(policy.model))
+        run.reference = policy.frozen_copy()
         with torch.no_grad():
             run.reference.model.get_output_embeddings().weight.mul_(1.5)
     train_in_phase(policy, base.phase, config, lambda named: torch.optim.SGD([parameter for _, parameter in named], lr=1.0))

@@ -24,7 +24,8 @@ import train
 from config import GRPOConfig
 from engine import make_engine, sampler
 from engine.devices import best_device
-from engine.models import save_any_policy, with_precision
+from engine.models import save_any_policy
+from engine.network import with_precision
 from logprobs import completion_log_probs
 from runs.folder import read_jsonl
 
@@ -76,7 +77,7 @@ def test_packed_and_plain_rows_agree_in_tf32_and_bfloat16(name, precision):
     """With prompts longer than a block of the kernels, which the tests above do not have."""
     best_device()
     torch.manual_seed(0)
-    model = with_precision(ARCHITECTURES[name]().eval().to(DEVICE), precision)
+    model = with_precision(ARCHITECTURES[name]().eval().to(DEVICE), precision).module
     rollout = made_up_rollout([150, 37], [40, 70, 33, 1])
     results = []
     for log_probs in shared_log_probs, completion_log_probs:
@@ -144,7 +145,7 @@ ONE_PROCESS = """
 import copy, torch
 import conftest, engine.devices, engine.sharding
 from logprobs import completion_log_probs
-from engine.devices import all_gather_object, best_device, dist, sum_in_place
+from engine.devices import Ranks, best_device, dist
 from engine.packing import pack_groups
 
 device = best_device()
@@ -158,9 +159,9 @@ engine.sharding.shard(sharded, {"replicate": 1, "fsdp": 1, "tp": 1})
 norms = []
 for one in model, sharded:
     conftest.shared_log_probs(one, rollout).logp.sum().backward()
-    norms.append(engine.sharding.sum_and_clip_gradient(list(one.parameters()), 1.0))
+    norms.append(engine.sharding.sum_and_clip_gradient(list(one.parameters()), 1.0, Ranks()))
 total = torch.ones(3, device=device)
-sum_in_place(total)
+Ranks().sum_in_place(total)
 assert total.sum() == 3 and norms[0] > 0 and abs(norms[1] / norms[0] - 1) < 1e-4, norms
 print(dist.get_backend_config(), "agrees")
 dist.destroy_process_group()

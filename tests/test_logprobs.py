@@ -13,7 +13,7 @@ import logprobs
 from engine import chunked_head, make_engine, shared as shared_engine
 from config import GRPOConfig
 from logprobs import completion_log_probs, in_chunks, micro_batches, restrict_logits
-from engine.models import make_reference, recompute_activations
+from engine.network import Network, recompute_activations
 from sample import sample_completions_for_prompts
 
 
@@ -106,7 +106,7 @@ def test_the_head_sees_few_tokens_at_once_and_again_backward():
 @pytest.mark.parametrize("name", ["entropy", "kl"])
 def test_tokens_that_are_not_kept_have_no_gradient_however_large_that_of_the_result_is(model, name):
     """As with the scale of float16. Their log-probabilities are -inf."""
-    reference, gradients = make_reference(model), []
+    reference, gradients = Network(model).frozen_copy().module, []
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(1.1)
     for factor in 1.0, 1024.0:
@@ -182,7 +182,7 @@ def test_recomputation_runs_a_layer_once_forward_and_once_again_backward(archite
     dict(top_k=0, top_p=1.0, temperature=0.7, min_p=0.3),
 ])
 def test_the_exact_kl_and_its_gradient_are_those_of_the_whole_vocabulary(model, tokenizer, settings, distribution, log_probs):
-    reference = make_reference(model)
+    reference = Network(model).frozen_copy().module
     with torch.no_grad():
         reference.get_output_embeddings().weight.mul_(1.5)
     rollout = sample_completions_for_prompts(model, tokenizer, PROMPTS, settings, seed=0)

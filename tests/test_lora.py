@@ -13,8 +13,9 @@ import infer
 import train
 from config import ModelConfig
 from engine import make_engine
-from engine.adapters import AdapterReference
-from engine.models import adapter_settings, load_any_policy, make_reference, save_any_policy, with_precision
+from engine.device_policy import DevicePolicy
+from engine.models import adapter_settings, load_any_policy, save_any_policy
+from engine.network import with_precision
 from engine.text_model import has_adapter, trainable_parameters
 from runs.folder import read_jsonl
 
@@ -93,8 +94,8 @@ def test_the_reference_is_the_adapter_as_it_was(saved, tmp_path, settings, engin
     save_any_policy(with_noise(model), tokenizer, tmp_path / "adapter")
     (model, _), (as_loaded, _) = load(tmp_path / "adapter"), load(tmp_path / "adapter")
     policy = make_engine(engine, model, tokenizer)
-    rollout, reference, as_loaded = policy.sample(PROMPTS, settings, 0), policy.like(make_reference(model)), policy.like(as_loaded)
-    assert isinstance(reference.model, AdapterReference)
+    rollout, reference, as_loaded = policy.sample(PROMPTS, settings, 0), policy.frozen_copy(), policy.like(as_loaded)
+    assert isinstance(policy, DevicePolicy) and reference.model is model
     with_noise(model)                                     # training goes on
     now, kept, before = (each.log_probs(rollout).logp for each in (policy, reference, as_loaded))
     assert torch.allclose(kept, before, atol=1e-6) and (now - before).abs().max() > 0.01
@@ -103,7 +104,7 @@ def test_the_reference_is_the_adapter_as_it_was(saved, tmp_path, settings, engin
     assert torch.allclose(exact, policy.log_probs(rollout, reference=as_loaded).kl, atol=1e-5)
     exact.sum().backward()                                # the reference's forward pass left the graph intact
     policy.update_reference(reference, alpha=0.0)
-    assert all(torch.equal(kept, p) for kept, p in zip(reference.model.kept, trainable_parameters(model), strict=True))
+    assert all(torch.equal(kept, p) for kept, p in zip(reference.adapter, trainable_parameters(model), strict=True))
 
 
 @pytest.mark.slow

@@ -10,17 +10,18 @@ import sys
 
 import pytest
 import torch
-from conftest import ARCHITECTURES, PROMPTS, WITH_TOWERS
+from conftest import ARCHITECTURES, PROMPTS, WITH_TOWERS, quick_config
 from project_files import ROOT
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from config import ModelConfig
 from engine import make_engine
+from engine.device_policy import DevicePolicy
+from engine.models import load_any_policy, save_any_policy
+from engine.network import Network, move, recompute_activations, with_precision
 from engine.text_model import text_model
-from engine.models import (
-    load_any_policy, make_reference, move, moved_to, recompute_activations, round_frozen_weights, save_any_policy, with_precision,
-)
+from runs.setup import set_up
 
 
 def test_a_model_comes_back_from_disk_in_evaluation_mode_and_pads_with_eos_if_it_has_no_pad_token(model, tokenizer, tmp_path):
@@ -58,7 +59,7 @@ def test_the_built_in_model_has_a_million_parameters():
     model, tokenizer = load_any_policy(ModelConfig())
     assert 0.9e6 < sum(p.numel() for p in model.parameters()) < 1.1e6 and not model.training
     eager, _ = load_any_policy(ModelConfig(attn_implementation="eager"))
-    assert eager.config._attn_implementation == make_reference(eager).config._attn_implementation == "eager"
+    assert eager.config._attn_implementation == Network(eager).frozen_copy().module.config._attn_implementation == "eager"
     assert len({tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id}) == 3
 
 
@@ -69,10 +70,10 @@ def test_a_model_is_moved_and_moved_back_also_after_an_exception():
             return self
 
     devices, model = [], Recorder(1, 1)
-    with moved_to(model, "cuda:7") as moved:
-        assert moved is model and devices == ["cuda:7"]
+    with Network(model).in_use("cuda:7"):
+        assert devices == ["cuda:7"]
     assert devices == ["cuda:7", "cpu"]
-    with pytest.raises(KeyError), moved_to(model, "cuda:7"):
+    with pytest.raises(KeyError), Network(model).in_use("cuda:7"):
         raise KeyError
     assert devices[2:] == ["cuda:7", "cpu"]
 
@@ -95,6 +96,13 @@ def test_layers_in_half_with_weights_and_numbers_in_float32(model, tokenizer, se
         assert not torch.allclose(engine.log_probs(rollout).logp, rounded), "no stale copies"
 
 
+def test_a_callers_own_policy_computes_in_the_precision_of_the_run(tmp_path):
+    """It is given the module alone; in float16 gradients must be scaled."""
+    policy = set_up(quick_config(tmp_path / "run", precision="float16"), engine=DevicePolicy).policy
+    assert type(policy) is DevicePolicy and policy.precision == "float16" and policy.scaler.is_enabled()
+    assert policy.ratio_tolerance == policy.frozen_copy().ratio_tolerance == 0.1
+
+
 @pytest.mark.parametrize("precision,kept", [("bfloat16", {"A_log", "down_bias"}), ("float16", {"A_log", "down_bias", "down"})])
 def test_frozen_weights_that_autocast_leaves_stay_as_they_are(precision, kept):
     """The state of a Mamba layer and a mixture's biases; in float16 all of a mixture."""
@@ -105,7 +113,7 @@ def test_frozen_weights_that_autocast_leaves_stay_as_they_are(precision, kept):
 
     model = ARCHITECTURES["qwen3"]()
     model.model.layers[0].A_log, model.model.layers[0].experts = torch.nn.Parameter(torch.ones(3, 3)), TinyExperts()
-    round_frozen_weights(with_precision(model.requires_grad_(False), precision))
+    with_precision(model.requires_grad_(False), precision)
     added = {name.rpartition(".")[2]: p.dtype for name, p in model.named_parameters() if "experts" in name or "A_log" in name}
     assert {name for name, dtype in added.items() if dtype == torch.float32} == kept
     assert model.model.layers[0].mlp.up_proj.weight.dtype == getattr(torch, precision)
@@ -116,19 +124,19 @@ def test_a_reference_in_half_has_the_log_probabilities_of_the_policy_and_keeps_t
     engine = make_engine("shared", with_precision(model, "bfloat16"), tokenizer)
     recompute_activations(model)
     rollout = engine.sample(PROMPTS, settings, 0)
-    reference, exact = make_reference(model), make_reference(model, exact=True)
-    assert {p.dtype for p in model.parameters()} == {p.dtype for p in exact.parameters()} == {torch.float32}
-    layers = sum(p.numel() for p in reference.parameters() if p.dtype == torch.bfloat16)
+    reference, exact = engine.frozen_copy(), engine.frozen_copy(exact=True)
+    assert {p.dtype for p in model.parameters()} == {p.dtype for p in exact.model.parameters()} == {torch.float32}
+    layers = sum(p.numel() for p in reference.model.parameters() if p.dtype == torch.bfloat16)
     assert layers > 0.9 * sum(m.weight.numel() for m in text_model(model).modules() if type(m).__name__ in ("Linear", "Conv1D"))
     before = engine.log_probs(rollout).logp
     for changed in False, True:
-        assert torch.equal(engine.like(reference).log_probs(rollout).logp, before)
+        assert torch.equal(reference.log_probs(rollout).logp, before)
         assert torch.allclose(engine.log_probs(rollout).logp, before) is not changed
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(1.5)
-    engine.update_reference(engine.like(reference), alpha=0.0)
-    assert all(torch.equal(p.to(kept.dtype), kept) for p, kept in zip(model.parameters(), reference.parameters(), strict=True))
+    engine.update_reference(reference, alpha=0.0)
+    assert all(torch.equal(p.to(kept.dtype), kept) for p, kept in zip(model.parameters(), reference.model.parameters(), strict=True))
 
 
 def broken(folder, name, **changes):

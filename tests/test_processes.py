@@ -25,7 +25,8 @@ from test_sample import Traced
 from config import GRPOConfig
 from engine.device_policy import DevicePolicy
 from engine.devices import best_device, is_main, num_processes, shutdown
-from engine.models import make_reference, save_any_policy
+from engine.models import save_any_policy
+from engine.network import Network
 from engine.shared import Shared
 from engine.sharding import full_tensor, shard
 from experience import Batch, Experience
@@ -107,11 +108,12 @@ def results() -> dict:
         torch.manual_seed(0)
         model, head = ARCHITECTURES["gemma3"]().eval(), ValueHead(32)
         torch.nn.init.normal_(head.layers[-1].weight)
+        mesh = {"replicate": 1, "fsdp": num_processes(), "tp": 1}
         if is_sharded:
-            shard(model, {"replicate": 1, "fsdp": num_processes(), "tp": 1})
-        policy = make(model, byte_tokenizer(), max_tokens=25)
+            shard(model, mesh)
+        policy = make(Network(model, mesh=mesh), byte_tokenizer(), max_tokens=25)
         policy.set_optimizer(torch.optim.SGD([*model.parameters(), *head.parameters()]), None, head)
-        reference = policy.like(make_reference(model))
+        reference = policy.frozen_copy()
         with torch.no_grad():
             for weight in reference.model.parameters():
                 weight.mul_(0.9)

@@ -29,7 +29,7 @@ from conftest import PROMPTS, QUICK, length_reward, start_run
 from config import GRPOConfig
 from engine import make_engine
 from engine.devices import best_device
-from engine.models import move
+from engine.network import move
 from model import ValueHead
 from logprobs import completion_lengths
 from runs.folder import read_jsonl

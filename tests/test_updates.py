@@ -15,7 +15,7 @@ from torch.nn.utils import parameters_to_vector
 import train
 from config import GRPOConfig
 from engine import make_engine
-from engine.models import with_precision
+from engine.network import with_precision
 from experience import Batch, Experience, minibatches
 from grpo import LOSSES, policy_loss, token_weights, weighted_loss
 from policy import RatioError

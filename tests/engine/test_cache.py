@@ -8,7 +8,7 @@ from conftest import PROMPTS
 
 from config import GRPOConfig
 from engine import cache, make_engine, sampler
-from engine.models import with_precision
+from engine.network import with_precision
 from logprobs import completion_log_probs
 
 EARLY = list(range(1, 30))                                # stop ids, so that completions end at different times

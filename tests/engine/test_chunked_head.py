@@ -59,7 +59,7 @@ def test_chunks_of_the_head_use_the_same_memory_one_after_the_other():
     """What a chunk leaves must not split the free blocks: 24 chunks of 16 MB each once took 1.6 GB."""
     program = """
 import resource, torch
-from engine.devices import keep_freed_memory
+from engine.host import keep_freed_memory
 from engine.chunked_head import HeadLogProbs
 keep_freed_memory()
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

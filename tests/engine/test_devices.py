@@ -4,6 +4,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,20 +12,23 @@ import pytest
 import torch
 from project_files import ROOT
 
-from engine import devices
+from engine import devices, host
 from engine.models import resolve_precision
 from engine.devices import Ranks, best_device
 from engine.errors import RunError, is_out_of_memory
 
 
 def test_slices_cover_everything_once_and_differ_by_at_most_one(monkeypatch):
-    for size in 1, 2, 3, 5:
-        monkeypatch.setattr(devices, "num_processes", lambda size=size: size)
+    for size, together in product((1, 2, 3, 5), (1, 2)):
+        ranks = Ranks(together)                           # with tp=2, two processes have one slice
+        monkeypatch.setattr(devices, "num_processes", lambda processes=size * together: processes)
         for n in range(12):
             slices = []
-            for rank in range(size):
+            for rank in range(size * together):
                 monkeypatch.setattr(devices, "process_rank", lambda rank=rank: rank)
-                slices.append(Ranks().slice(list(range(n))))
+                slices.append(ranks.slice(list(range(n))))
+            assert slices[::together] == slices[together - 1 :: together]
+            slices = slices[::together]
             assert [item for part in slices for item in part] == list(range(n)) and max(map(len, slices)) - min(map(len, slices)) <= 1
 
 
@@ -89,17 +93,17 @@ def test_threads_leave_cores_to_others_while_they_use_them(monkeypatch, busy, th
         return [SimpleNamespace(user=used * share, system=used * (0.25 - share)) for share in (0.1, 0.2, 0.05, 0.15)] + [
             SimpleNamespace(user=clock, system=0)]
 
-    monkeypatch.setattr(devices.psutil, "cpu_times", cpu_times)
+    monkeypatch.setattr(host.psutil, "cpu_times", cpu_times)
     child = SimpleNamespace(cpu_times=lambda: (0.25 * clock, 0, 0.25 * clock, 0, 99))        # and a child of it that has ended
     process = SimpleNamespace(cpu_times=lambda: (clock, 0.25 * clock, 0.25 * clock, 0, 99), children=lambda recursive: [child] * recursive)
-    monkeypatch.setattr(devices.psutil, "Process", lambda: process)
-    monkeypatch.setattr(devices.time, "monotonic", lambda: clock)
+    monkeypatch.setattr(host.psutil, "Process", lambda: process)
+    monkeypatch.setattr(host.time, "monotonic", lambda: clock)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2, 3}, raising=False)
     chosen, printed = [4], []
     monkeypatch.setattr(torch, "get_num_threads", lambda: chosen[-1])
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    cores = devices.IdleCores()
+    cores = host.IdleCores()
     for used, expected in zip(busy, threads):
         clock, others = clock + 0.2, others + 5           # too short to tell
         cores.choose_threads(pytest.fail)
@@ -115,8 +119,8 @@ def test_threads_leave_cores_to_others_while_they_use_them(monkeypatch, busy, th
 @pytest.mark.parametrize("measured", [lambda percpu: [], lambda percpu: Path("/no/such/file").read_text()])
 def test_threads_stay_where_the_load_of_the_cores_is_not_known(monkeypatch, measured):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(devices.psutil, "cpu_times", measured)                   # a container may number its cores otherwise
-    cores = devices.IdleCores()
+    monkeypatch.setattr(host.psutil, "cpu_times", measured)                   # a container may number its cores otherwise
+    cores = host.IdleCores()
     cores.before = cores.before - 1
     cores.choose_threads(pytest.fail)
 

@@ -15,7 +15,7 @@ from config import GRPOConfig
 from engine import device_policy, devices, make_engine, saves_tokens
 from engine.device_policy import DevicePolicy
 from engine.errors import RunError
-from engine.models import with_precision
+from engine.network import with_precision
 from engine.shared import Shared
 from engine.vllm_engine import VLLM
 from environments.conversations import sample_with_environment

@@ -10,7 +10,7 @@ from transformers.models.gpt_oss import modeling_gpt_oss
 from config import GRPOConfig
 from engine import make_engine, packing, prefix_attention
 from engine.errors import CannotShare
-from engine.models import recompute_activations, with_precision
+from engine.network import recompute_activations, with_precision
 from logprobs import completion_log_probs
 
 # Two groups and a lone row: prompts of 5, 20 and 9 tokens, completions of 12, 3, 1, and 30, 7, and 8.

@@ -15,7 +15,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from config import ModelConfig
 from engine.devices import best_device, num_processes, shutdown
 from engine.sharding import shard
-from engine.models import make_reference, load_any_policy, move, save_any_policy
+from engine.models import load_any_policy, save_any_policy
+from engine.network import Network, move
 from model import byte_tokenizer
 
 pytestmark = pytest.mark.slow
@@ -58,7 +59,7 @@ def compare(folder: Path, mesh: dict) -> None:
         assert held <= 1.5 * total / num_processes(), f"{path.name}: {held} of {total}"
         move(model, device)
         shard(model, mesh)
-        for other in [model] if options else [model, make_reference(model)]:
+        for other in [model] if options else [model, Network(model, mesh=mesh).frozen_copy().module]:
             tied = other.get_input_embeddings().weight is other.get_output_embeddings().weight
             assert tied == (whole.get_input_embeddings().weight is whole.get_output_embeddings().weight), path.name
             for name, tensor in (*whole.named_parameters(remove_duplicate=False), *whole.named_buffers()):

@@ -103,13 +103,13 @@ def test_tf32_is_given_the_tolerance_of_16_bits(model, numbers, found):
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(numbers)
     try:
-        assert difference(model, "two", torch.zeros(3), torch.full((3,), 0.05)) == found
+        assert difference(DevicePolicy(model, None), "two", torch.zeros(3), torch.full((3,), 0.05)) == found
     finally:
         torch.set_float32_matmul_precision(before)
 
 
 def test_disagreement_that_is_not_a_number_is_not_agreement(model):
-    assert difference(model, "a and b", torch.full((1, 3), torch.nan), torch.zeros(1, 3))
+    assert difference(DevicePolicy(model, None), "a and b", torch.full((1, 3), torch.nan), torch.zeros(1, 3))
 
 
 def test_a_run_has_the_engine_of_its_flag_and_a_note_if_prompts_cannot_be_shared(tmp_path, monkeypatch, capsys):

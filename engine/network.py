@@ -1,0 +1,182 @@
+"""
+A network: a model of transformers, its precision, how it is sharded, and the adapter of a reference.
+
+Layers compute in 16 bits under autocast, and frozen weights are stored in 16 bits; trained weights,
+embeddings, norms and the head are float32. The module itself enters autocast, because sample.py, the generate
+of transformers, and those to whom train() returns the model call it without its network.
+"""
+
+import copy
+from collections.abc import Callable
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from engine.sharding import reshard, set_tensor, shard, shard_weights
+from engine.text_model import auto_class, has_adapter, layers_of, text_model, trainable_parameters
+
+
+@dataclass
+class Network:
+    """A model, and how it computes. Within in_use, run(function) is one forward pass of it.
+
+    module     a model of transformers
+    precision  of its layers, as set by with_precision
+    mesh       how its weights are sharded over several processes, see sharding.shard
+    adapter    None, or the adapter of a reference, which has the module in common with the policy: values for
+               its trained parameters
+    """
+
+    module: PreTrainedModel
+    precision: str = "float32"
+    mesh: dict[str, int] = field(default_factory=dict)
+    adapter: list[Tensor] | None = None
+
+    @property
+    def is_exact(self) -> bool:
+        """Return True if layers compute in float32 throughout, and not in 16 bits or, on CUDA, in TF32."""
+        return self.precision == "float32" and torch.get_float32_matmul_precision() == "highest"
+
+    @property
+    def is_sharded(self) -> bool:
+        return isinstance(self.module, FSDPModule)
+
+    def run(self, function: Callable):
+        """Run function(), which calls parts of the module and returns tensors, as one forward pass of it.
+
+        All that reads weights happens within it, because FSDP gathers them for a forward pass.
+        """
+        return self.module.as_forward_pass(function) if self.is_sharded else function()
+
+    @contextmanager
+    def in_use(self, device: torch.device):
+        """Within the context the module is on a device and has this adapter; afterwards it is as before."""
+        home, adapter = next(self.module.parameters()).device, self.adapter or []
+        shared = trainable_parameters(self.module) if adapter else []
+        trained = [parameter.detach().clone() for parameter in shared]
+        try:
+            if home != device:
+                move(self.module, device)                 # from the CPU, with --reference_offload
+            copy_into(shared, adapter)
+            yield
+        finally:
+            copy_into(shared, trained)
+            if home != device:
+                move(self.module, home)
+
+    def reference_weights(self) -> list[Tensor]:
+        """Return what a reference copies from the policy: all weights, or only those of an adapter.
+
+        Gathered weights are freed, since the next pass would use them instead of changed ones.
+        """
+        reshard(self.module)
+        if has_adapter(self.module):
+            return self.adapter or trainable_parameters(self.module)
+        return list(self.module.parameters())
+
+    def frozen_copy(self, *, exact: bool = False) -> "Network":
+        """Return a reference without gradients: a copy of the module, or only of its adapter.
+
+        exact  keep all weights in float32 for a moving average, whose small steps 16 bits would round to 0
+        """
+        if has_adapter(self.module):
+            adapter = [parameter.detach().clone() for parameter in trainable_parameters(self.module)]
+            return Network(self.module, self.precision, self.mesh, adapter)
+        if not self.is_sharded:
+            module = copy.deepcopy(self.module).eval().requires_grad_(False)
+            return Network(module if exact else round_frozen_weights(module, self.precision), self.precision)
+        with torch.device("meta"):
+            module = auto_class(self.module.config).from_config(self.module.config, dtype=torch.float32)
+        for name, parameter in self.module.named_parameters():
+            set_tensor(module, name, torch.nn.Parameter(parameter.detach().clone()))
+        for name, buffer in self.module.named_buffers():
+            set_tensor(module, name, buffer.clone())
+        module.tie_weights()
+        with_precision(module.eval(), self.precision)
+        module.requires_grad_(False)
+        shard(module if exact else round_frozen_weights(module, self.precision), self.mesh)
+        return Network(module, self.precision, self.mesh)
+
+
+def network_of(model: "PreTrainedModel | Network") -> Network:
+    """Return the network of a module that another library or a notebook has made; a network as it is."""
+    return model if isinstance(model, Network) else Network(model)
+
+
+@torch.no_grad()
+def copy_into(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy each source into its target, in place."""
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
+
+
+def move(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
+    """Move the model to a device, in place. XLA creates new parameters, so shared ones are tied again."""
+    model.to(device)
+    if isinstance(model, PreTrainedModel) and not isinstance(model, FSDPModule):      # sharded: already there
+        model.tie_weights()
+        shard_weights(model)
+    return model
+
+
+def recompute_activations(model: PreTrainedModel) -> None:
+    """Keep only the input of each layer, and forward the layer again in the backward pass.
+
+    The option for this in transformers works only in training mode, which has dropout.
+    """
+    from engine.prefix_attention import use_prefix_attention  # only for this
+
+    layers = layers_of(model)
+    if not layers:
+        raise ValueError(
+            f"--gradient_checkpointing=True: {type(model).__name__} has no layers that support it; remove it")
+
+    def recomputed(forward, *args, **kwargs):
+        attention = partial(use_prefix_attention, model) if "token_layout" in kwargs else nullcontext
+        return checkpoint(
+            forward, *args, use_reentrant=False, preserve_rng_state=False,
+            context_fn=lambda: (nullcontext(), attention()), **kwargs)
+
+    for layer in layers:
+        layer.forward = partial(recomputed, layer.forward)
+
+
+def with_precision(model: PreTrainedModel, precision: str) -> Network:
+    """Make the layers of a model compute in bfloat16 or float16, and return its network."""
+    if precision not in ("auto", "float32"):              # auto: see resolve_precision
+        forward = model.base_model.forward
+        model.base_model.forward = partial(under_autocast, getattr(torch, precision), forward)
+        round_frozen_weights(model, precision)
+        return Network(model, precision)
+    return Network(model)
+
+
+def round_frozen_weights(model: PreTrainedModel, precision: str) -> PreTrainedModel:
+    """Store the frozen matrices of the layers in the precision of the layers. Returns the model.
+
+    Autocast would convert them in every pass, so results stay bit-identical; only a mixture's experts are in
+    float32 while they are trained. Embeddings and head stay in float32, and so does everything that autocast
+    does not convert: matrices that are not factors of a product, and in float16 experts.
+    """
+    head, dtype = model.get_output_embeddings().weight, getattr(torch, precision)
+    for module in text_model(model).modules():
+        if dtype == torch.float16 and "Experts" in type(module).__name__:
+            continue
+        for name, weight in list(module.named_parameters(recurse=False)):
+            is_matrix = weight.ndim > 1 and not isinstance(module, torch.nn.Embedding) and weight is not head
+            is_factor = is_matrix and name != "A_log" and not name.endswith("bias")
+            if is_factor and not weight.requires_grad:
+                setattr(module, name, torch.nn.Parameter(weight.to(dtype), requires_grad=False))
+    return model
+
+
+def under_autocast(dtype: torch.dtype, forward, *args, **kwargs):
+    """Call a method of a model under autocast, on the model's current device."""
+    with torch.autocast(forward.__self__.device.type, dtype=dtype):
+        return forward(*args, **kwargs)
