@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine.errors import RunError, in_one_line, is_out_of_memory
+from engine.errors import RunError, in_one_line
 
 chosen_device = "auto"  # --device, once it is known
 
