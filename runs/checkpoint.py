@@ -116,9 +116,10 @@ def load_optimizer_state(policy, state: dict) -> None:
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """Return step-<step> of a folder in order, step-<step>-old before it. Other names are a user's copies."""
-    names = sorted(os.listdir(folder), key=lambda name: (name.removesuffix("-old"), not name.endswith("-old")))
-    return [folder / name for name in names if re.fullmatch(r"step-\d+(-old)?", name)]
+    """Return step-<step> of a folder in order; step-<step>-old before it. Other names are a user's copies."""
+    names = [name for name in os.listdir(folder) if re.fullmatch(r"step-\d+(-old)?", name)]
+    order = sorted(names, key=lambda name: (name.removesuffix("-old"), not name.endswith("-old")))
+    return [folder / name for name in order]
 
 
 def latest_checkpoint(folder: Path) -> Path | None:

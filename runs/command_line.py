@@ -52,7 +52,7 @@ class OneLineParser(argparse.ArgumentParser):
     def __init__(self, **options):
         super().__init__(allow_abbrev=False, **options)
         self._negative_number_matcher = re.compile(r"-\.?\d")                    # -5e-05 is no flag either
-        self.add_argument("--debug", action="store_true", help="if an error ends the program, print its traceback")
+        self.add_argument("--debug", action="store_true", help="print the traceback of an error")
 
     def error(self, message: str):
         raise ValueError(message)

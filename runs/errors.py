@@ -13,7 +13,7 @@ from policy import RatioError
 from sample import LogitsError
 
 RAISED_BY_ALL = RunError, RatioError, LogitsError
-STOP = signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2          # Slurm's warning is one of the last
+STOP = signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2          # the last two: of batch systems
 
 
 @contextmanager
