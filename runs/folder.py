@@ -56,7 +56,7 @@ class RunFolder:
         self.writes, self.lock = is_main(), None
         if training.resume and not training.check:        # before a checkpoint is chosen
             self.take()
-        self.console = RunConsole(config, quiet=not self.writes)
+        self.console = RunConsole(quiet=not self.writes)
         self.send = self.close_tracker = None             # see open_tracker
 
     def refuse_other_run(self, error: type[Exception]) -> None:

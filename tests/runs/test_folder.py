@@ -128,6 +128,10 @@ def test_advantages_of_a_group_sum_to_0_in_its_records_with_importance_weights_t
 
 def test_rollouts_hold_whole_groups(finished):
     records = read_jsonl(finished / "rollouts.jsonl")
+    for line in read_jsonl(finished / "metrics.jsonl"):
+        logp = [x for r in records if r["step"] == line["step"] for x in r["sampling_logp"]]
+        if line["phase"] == "grpo":                       # groups without signal included
+            assert line["entropy"] == pytest.approx(-sum(logp) / len(logp), rel=1e-5)
     assert len(records) == 3 * 4 * 4 and {r["step"] for r in records} == {4, 5, 6}
     for start in range(0, len(records), 4):
         group = records[start : start + 4]
