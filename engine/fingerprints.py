@@ -23,6 +23,13 @@ def fingerprint_of_model(path: str | Path) -> str:
     return digest.hexdigest()[:32] if files else ""
 
 
+def fingerprint_of_functions(names: list[str]) -> str:
+    """Hash the files of the functions that are named path/to/file.py:function; "" if there are none."""
+    files = [Path(name.rpartition(":")[0]) for name in names]
+    texts = [file.read_bytes() for file in files if file.is_file()]
+    return hashlib.sha256(b"".join(texts)).hexdigest()[:16] if texts else ""
+
+
 def fingerprint_of_examples(examples: list[dict]) -> str:
     """Count and hash examples in order. The result is the same in all processes, for sets and objects too."""
     digest = hashlib.sha256()

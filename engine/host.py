@@ -58,10 +58,10 @@ class IdleCores:
 
     def choose_threads(self, notify: Callable) -> None:
         """Choose by the work of other processes since the last call. OMP_NUM_THREADS fixes the number."""
+        if "OMP_NUM_THREADS" in os.environ or time.monotonic() - self.before[0] < 0.3:
+            return
         now, cores = used_seconds(), len(own_cores())
         seconds, everyone, own = now - self.before
-        if seconds < 0.3 or "OMP_NUM_THREADS" in os.environ:
-            return
         self.before = now
         others = (everyone - own) / seconds
         if abs(others - self.busy) > 0.6:                 # with 0.5 it would oscillate

@@ -10,6 +10,7 @@ the run is killed or the disk is full, the previous checkpoint stays intact: see
 
 import os
 import platform
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -46,7 +47,7 @@ def write_checkpoint(folder: Path, step: int, model, tokenizer, reference, state
 
     def replace_oldest() -> None:
         write_folder(target, write)
-        for old in sorted(folder.glob("step-*"), key=by_step)[:-keep]:
+        for old in checkpoints_in(folder)[:-keep]:
             shutil.rmtree(old, ignore_errors=True)
 
     on_main(replace_oldest)
@@ -123,17 +124,17 @@ def load_optimizer_state(policy, state: dict) -> None:
         policy.value_head.load_state_dict(state["value_head"])
 
 
-def by_step(checkpoint: Path) -> tuple[str, bool]:
-    """Return a key to sort checkpoints by step; step-N-old, which step-N replaced, comes before it."""
-    return checkpoint.name.removesuffix("-old"), not checkpoint.name.endswith("-old")
+def checkpoints_in(folder: Path) -> list[Path]:
+    """Return step-<step> of a folder in order; step-<step>-old before it. Other names are a user's copies."""
+    names = [name for name in os.listdir(folder) if re.fullmatch(r"step-\d+(-old)?", name)]
+    order = sorted(names, key=lambda name: (name.removesuffix("-old"), not name.endswith("-old")))
+    return [folder / name for name in order]
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
     """Return a run folder's newest checkpoint or None. Raises ValueError, or OSError, if it is unreadable."""
     parent = folder / "checkpoints"
-    paths = parent.iterdir() if parent.exists() else []   # glob would ignore a lack of permission
-    saved = [path for path in paths if path.name.startswith("step-")]
-    *before, newest = [None, *sorted(saved, key=by_step)]
+    *before, newest = [None, *(checkpoints_in(parent) if parent.exists() else [])]
     if newest:
         try:
             read_state(newest, mmap=True)

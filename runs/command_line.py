@@ -52,6 +52,7 @@ class OneLineParser(argparse.ArgumentParser):
     def __init__(self, **options):
         super().__init__(allow_abbrev=False, **options)
         self._negative_number_matcher = re.compile(r"-\.?\d")                    # -5e-05 is no flag either
+        self.add_argument("--debug", action="store_true", help="print the traceback of an error")
 
     def error(self, message: str):
         raise ValueError(message)
@@ -67,6 +68,7 @@ class OneLineParser(argparse.ArgumentParser):
                     f"{' '.join(unknown)}: a second value, but the flag before it takes one; of several "
                     "files make one: cat a.jsonl b.jsonl > both.jsonl")
             raise ValueError(explain_unknown(flags or unknown, [action.dest for action in self._actions]))
+        vars(args).pop("debug", None)                     # runs/errors.py reads it
         return args
 
 

@@ -41,8 +41,7 @@ PHASES = {"cold_start": "after the cold start", "grpo": "after GRPO", "supervise
 class RunConsole:
     """Print the lines of a run. quiet: True on ranks that print nothing."""
 
-    def __init__(self, config: Config, quiet: bool):
-        self.config = config
+    def __init__(self, quiet: bool):
         self.rich = Console(soft_wrap=True, highlight=False, quiet=quiet)
         self.last_line = time.monotonic()
         self.evaluation_seconds = 0.0                     # of the last evaluation
@@ -57,9 +56,9 @@ class RunConsole:
         with suppress(SystemExit):                        # rich raises it in `train.py | head`
             self.rich.print(text, markup=False, emoji=False)
 
-    def describe(self, model, device, num_train: int, num_eval: int, phases: list) -> None:
+    def describe(self, config: Config, model, device, num_train: int, num_eval: int, phases: list) -> None:
         """Print the settings, the model, the data and the rewards, and the length of each phase."""
-        training, config = self.config.training, self.config
+        training = config.training
         if training.use_grpo:
             shown = config.flags | {"learning_rate": config.peak_learning_rate}
             settings = ", ".join(f"{name} {shown[name]}" for name in MAIN_SETTINGS)
@@ -80,15 +79,13 @@ class RunConsole:
             amount = f"{training.batch_size} prompts, {rows} completions"
             self.print(f"phase {phase.name}: {phase.steps} steps of {amount}")
 
-    def print_step(self, phase: str, step: int, total: int, step_of_run: int, metrics: dict) -> None:
-        """Print a line for a step, with the remaining time of its phase and of its evaluations.
-
-        step, total  within the phase
-        """
-        steps_left, every = (total - step) / metrics.get("updates", 1), self.config.training.eval_steps
+    def print_step(self, phase, step: int, step_of_run: int, metrics: dict) -> None:
+        """Print a line for a step of a phase, with the remaining time of this phase and its evaluations."""
+        total, every = phase.steps, phase.eval_steps
+        steps_left = (total - step) / metrics.get("updates", 1)
         evaluations_left = math.ceil((total - step) / every) if every else 1
         seconds = steps_left * metrics["step_seconds"] + evaluations_left * self.evaluation_seconds
-        line = f"{phase} {step_of_run:>4}/{step_of_run - step + total}"
+        line = f"{phase.name} {step_of_run:>4}/{step_of_run - step + total}"
         end = f"  left {timedelta(seconds=round(seconds))}"
         optional = "unscored", "skipped", "truncated"
         for name, form in UNITS.items():
@@ -98,27 +95,26 @@ class RunConsole:
             line += item if len(line + item + end) <= 80 else ""
         self.print(line + end)
 
-    def print_completions(self, completions: list[dict]) -> None:
-        """Print a whole completion, and the rewards and advantages of its group.
+    def print_completions(self, group: list[dict]) -> None:
+        """Print the first completion of a group, and the rewards and advantages of all.
 
         Curves do not show whether a policy exploits a reward function; completions do.
         """
-        group = completions[: self.config.grpo.num_completions_per_prompt]
         reward, prompt = reward_text(group[0]["reward"]), as_text(group[0]["prompt"])
         self.print(f"  {prompt!r} -> {group[0]['completion']!r}: reward {reward}")
         self.print("    rewards    " + " ".join(reward_text(c["reward"]) for c in group))
         self.print("    advantages " + " ".join(f"{c['advantage']:+.2f}" for c in group))
 
-    def print_summary(self, folder: Path, lines: list[dict], findings: list[str]) -> None:
+    def print_summary(self, config: Config, folder: Path, lines: list[dict], findings: list[str]) -> None:
         """Print the held-out results before and after each phase, and the paths of the files.
 
         lines, findings  the lines of metrics.jsonl; the findings of the training doctor about them
         """
-        when = "before training" if self.config.model.model_path else "untrained"
+        when = "before training" if config.model.model_path else "untrained"
         last: dict[str, str] = {}                         # the last result of each phase, in order
         for line in lines:
             if line["phase"] == "eval":
-                last[when] = held_out_text(line, self.config)
+                last[when] = held_out_text(line, config)
             else:
                 when = PHASES[line["phase"]]
         self.print("\nresults on held-out problems:" if last else "")

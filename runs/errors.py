@@ -4,18 +4,21 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from contextlib import contextmanager, suppress
 
 from engine.devices import other_rank_ended, print_last_line, shutdown
 from engine.errors import RunError, first_line, is_out_of_memory
 from policy import RatioError
+from sample import LogitsError
 
-RAISED_BY_ALL = RunError, RatioError
+RAISED_BY_ALL = RunError, RatioError, LogitsError
+STOP = signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2          # the last two: of batch systems
 
 
 @contextmanager
 def stop_on_signal(ranks):
-    """Let the current step finish after Ctrl-C, SIGTERM or SIGHUP, which is sent when a terminal closes.
+    """Let the current step finish after Ctrl-C or a signal of STOP: of a batch system or a closed terminal.
 
     A second Ctrl-C ends the program at once. Signals that are ignored, as with nohup, stay ignored. Yields a
     function that returns True on all ranks as soon as one of them has received a signal.
@@ -34,7 +37,7 @@ def stop_on_signal(ranks):
                 os.dup2(nothing.fileno(), 2)
 
     in_main_thread = threading.current_thread() is threading.main_thread()       # only it handles signals
-    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if in_main_thread else ()
+    signals = (signal.SIGINT, *STOP) if in_main_thread else ()
     handled = [number for number in signals if signal.getsignal(number) != signal.SIG_IGN]
     previous = {number: signal.signal(number, receive) for number in handled}
     try:
@@ -72,7 +75,7 @@ def exit_on_errors(
 
 
 def end_program(line: str, code: int) -> None:
-    """Print a line once, from whichever rank, and exit."""
-    print_last_line(line)
+    """Print a line once, from whichever rank, with --debug after the traceback, and exit."""
+    print_last_line((traceback.format_exc() if "--debug" in sys.argv else "") + line)
     shutdown(code)
     sys.exit(code)

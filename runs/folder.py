@@ -22,7 +22,8 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain, groupby
+from contextlib import suppress
+from itertools import chain, count, groupby
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -40,7 +41,7 @@ class RunFolder:
     """The folder of one run, with its console."""
 
     def __init__(self, config: Config, ranks: Ranks | None = None):
-        training, self.config, self.ranks = config.training, config, ranks or Ranks()
+        training, self.ranks = config.training, ranks or Ranks()
         default = time.strftime("outputs/%Y-%m-%d_%H-%M-%S")
         self.path = Path(all_gather_object(training.output_dir or default)[0])   # the same on all ranks
         whole = Path(os.path.abspath(self.path))
@@ -51,10 +52,11 @@ class RunFolder:
             raise ValueError(f"--output_dir={self.path}: {existing} is not a writable folder; name a new one")
         if training.report_to == "wandb" and not importlib.util.find_spec("wandb"):
             raise ValueError("--report_to=wandb: is not installed; pip install it")
-        self.writes, self.lock, self.begun = is_main(), None, training.resume
+        self.has_name, self.begun = bool(training.output_dir), training.resume
+        self.writes, self.lock = is_main(), None
         if training.resume and not training.check:        # before a checkpoint is chosen
-            self.ranks.gather(self.acquire_lock)
-        self.console = RunConsole(config, quiet=not self.writes)
+            self.take()
+        self.console = RunConsole(quiet=not self.writes)
         self.send = self.close_tracker = None             # see open_tracker
 
     def refuse_other_run(self, error: type[Exception]) -> None:
@@ -63,13 +65,19 @@ class RunFolder:
             raise error(f"--output_dir={self.path}: holds another run; continue it with --resume (from "
                         "Python resume=True), or name a new one")
 
-    def acquire_lock(self) -> None:
+    def take(self) -> None:
         """Create the folder and lock it against other processes. Killing this process releases the lock.
 
-        raises  RunError if another process writes to the folder, or if another run has begun in it
+        raises  RunError, on all ranks, if another process writes to it, or if another run has begun in it
         """
+        self.path = self.ranks.gather(self.acquire_lock)[0]
+
+    def acquire_lock(self) -> Path:
+        """Create and lock the folder in the process that writes. Return its path, which may have changed."""
         if not self.writes or (self.lock and self.lock.is_locked):
-            return
+            return self.path
+        if not (self.has_name or self.begun):
+            self.path = create_numbered(self.path)
         self.path.mkdir(parents=True, exist_ok=True)
         # A single lock per process, so that a notebook can start again after a run that failed.
         self.lock = FileLock(self.path / "lock", blocking=False, is_singleton=True)
@@ -82,24 +90,24 @@ class RunFolder:
         if not self.begun:
             self.refuse_other_run(RunError)
         self.begun = True
+        return self.path
 
-    def open(self, last_step: int, sizes: dict[str, int]) -> None:
+    def open(self, config: Config, last_step: int, sizes: dict[str, int]) -> None:
         """Create the folder, or remove records written after a checkpoint: a resumed run repeats those steps.
 
         last_step, sizes  the step and the file_sizes of the checkpoint; 0 and {} without one
-        raises            RunError if another run writes to it
         """
-        self.acquire_lock()
+        self.take()
         if not self.writes:
             return
-        self.write_config(self.config)
+        self.write_config(config)
         if not self.send:                                 # else: a notebook continues after Ctrl-C
             for name, size in self.file_sizes().items():
                 os.truncate(self.path / name, min(size, sizes.get(name, 0)))
         for name in "metrics.jsonl", "rollouts.jsonl":
             (self.path / name).touch()
         self.send, self.close_tracker = open_tracker(
-            self.config.training.report_to, self.path, self.config.as_dict(), last_step)
+            config.training.report_to, self.path, config.as_dict(), last_step)
 
     def file_sizes(self) -> dict[str, int]:
         """Return the size in bytes of each file of records."""
@@ -131,6 +139,15 @@ class RunFolder:
             self.close_tracker()
         if self.lock:
             self.lock.release(force=True)
+
+
+def create_numbered(path: Path) -> Path:
+    """Create a folder, with a number behind its name if another run has just taken it. Return its path."""
+    for end in chain([""], map("-{}".format, count(2))):
+        with suppress(FileExistsError):
+            numbered = path.with_name(path.name + end)
+            numbered.mkdir(parents=True)
+            return numbered
 
 
 def open_tracker(

@@ -260,7 +260,6 @@ def test_what_describes_the_policy_is_a_mean_over_the_tokens_that_were_looked_at
     looked_at = table.mask & (table.advantages != 0)
     assert looked_at.sum() < table.mask.sum()
     log_ratio = (now.logp - table.old_logp)[looked_at]
-    assert losses["entropy"] == pytest.approx(float(now.entropy[looked_at].mean()), rel=1e-4)
     assert losses["ratio_deviation"] == pytest.approx(float((log_ratio.exp() - 1).abs().mean()), rel=1e-4)
     assert losses["approx_kl"] == pytest.approx(float((log_ratio.exp() - 1 - log_ratio).mean()), rel=1e-4)
     tied = experience_of(run, table.rollout, torch.zeros(len(table.mask) // 4, 4))

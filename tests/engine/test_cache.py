@@ -10,6 +10,7 @@ from config import GRPOConfig
 from engine import cache, make_engine, sampler
 from engine.network import with_precision
 from logprobs import completion_log_probs
+from sample import LogitsError
 
 EARLY = list(range(1, 30))                                # stop ids, so that completions end at different times
 ANY = dict(generation_max_length=40, generation_temperature=1.0, generation_top_k=0, generation_top_p=1.0)
@@ -87,5 +88,5 @@ def test_prompts_are_forwarded_end_to_end_without_padding(shared, monkeypatch):
 def test_logits_that_are_not_finite_are_named(shared, settings):
     with torch.no_grad():
         shared.model.get_output_embeddings().weight[7] = torch.nan
-    with pytest.raises(AssertionError, match="not finite"):
+    with pytest.raises(LogitsError, match="not finite"):
         shared.sample(PROMPTS, settings, seeds=0)

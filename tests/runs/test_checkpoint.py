@@ -74,6 +74,16 @@ def test_a_reference_is_saved_beside_the_model_and_old_checkpoints_go(tmp_path, 
     assert (kept[1] / "reference").is_dir() and not (kept[0] / "reference").exists()
 
 
+def test_copies_that_a_user_makes_of_checkpoints_are_neither_deleted_nor_resumed(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "save_any_policy", lambda model, tokenizer, folder, weights: folder.mkdir(parents=True))
+    copies = {"step-best", "step-00000001-good", "step-00000002.bak"}
+    for name in copies:
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    for step in 1, 2:
+        newest = checkpoint.write_checkpoint(tmp_path / "checkpoints", step, torch.nn.Linear(1, 1), None, None, STATE, keep=1)
+    assert {path.name for path in newest.parent.iterdir()} == {*copies, newest.name} and checkpoint.latest_checkpoint(tmp_path) == newest
+
+
 def test_a_kill_between_the_two_renames_leaves_the_checkpoint_before(tmp_path, monkeypatch):
     def write(text):
         checkpoint.write_folder(target, lambda partial: partial.mkdir(parents=True) or (

@@ -38,7 +38,7 @@ def test_help_begins_with_three_examples_that_parse_and_shows_the_flags(program,
         if "--resume" not in words:                       # which needs a run
             parse(words)
     if names:
-        assert set(re.findall(r"^  --(\w+)", printed, re.MULTILINE)) == names | {"help_all", "task"}
+        assert set(re.findall(r"^  --(\w+)", printed, re.MULTILINE)) == names | {"help_all", "task", "debug"}
         assert re.search(r"\nOptimiser:\n  --learning_rate float +peak learning rate; 0: 1e-6 ", printed)
 
 

@@ -13,6 +13,7 @@ from config import Config
 from runs.command_line import parse_config
 from runs.console import RunConsole, held_out_text
 from runs.folder import read_jsonl
+from runs.phases import Phase
 
 
 def test_a_step_has_one_line_of_80_columns_with_what_matters_and_the_time_left(base, capsys):
@@ -20,12 +21,13 @@ def test_a_step_has_one_line_of_80_columns_with_what_matters_and_the_time_left(b
     metrics = {"step_seconds": 10.0,
         "mean_reward": -0.25, "correct": 0.3515, "zero_variance_groups": 0.406, "kl": 0.01234, "entropy": 0.4321,
         "truncated": 0.0, "completion_tokens": 25.2, "grad_norm": 0.2, "skipped": 0, "unscored": 0.0}
-    base.folder.console.print_step("grpo", 15, 225, 135, metrics)
+    phase = Phase("grpo", 225, 1.0, eval_steps=0)
+    base.folder.console.print_step(phase, 15, 135, metrics)
     line = capsys.readouterr().out
     assert line == "grpo  135/345  reward -0.25  correct 35%  zero-var 41%  kl 0.0123  left 0:35:00\n" and len(line) <= 81
-    base.folder.console.print_step("grpo", 16, 225, 136, metrics | {"unscored": 0.25, "truncated": 0.5, "kl": math.nan})
+    base.folder.console.print_step(phase, 16, 136, metrics | {"unscored": 0.25, "truncated": 0.5, "kl": math.nan})
     assert capsys.readouterr().out == "grpo  136/345  reward -0.25  correct 35%  unscored 25%  cut 50%  left 0:34:50\n"
-    base.folder.console.print_step("grpo", 17, 225, 137, {"mean_reward": 0.5, "entropy": math.nan, "grad_norm": 0.0, "skipped": 0, "step_seconds": 19.0, "updates": 2})
+    base.folder.console.print_step(phase, 17, 137, {"mean_reward": 0.5, "entropy": math.nan, "grad_norm": 0.0, "skipped": 0, "step_seconds": 19.0, "updates": 2})
     assert capsys.readouterr().out == "grpo  137/345  reward 0.50  grad 0.00  left 0:32:56\n", "what is no number is not shown"
 
 
@@ -41,7 +43,7 @@ def test_the_start_says_which_rewards_count_and_what_precedes_prompts(tmp_path, 
 def test_the_last_paragraph_says_what_was_learned(finished, capsys):
     """The held-out results before training and after each phase, from metrics.jsonl, in lines of 80 columns."""
     lines = read_jsonl(finished / "metrics.jsonl")
-    RunConsole(parse_config(["--use_grpo"]), quiet=False).print_summary(finished, lines, ["a finding"])
+    RunConsole(quiet=False).print_summary(parse_config(["--use_grpo"]), finished, lines, ["a finding"])
     printed = capsys.readouterr().out.splitlines()
     evaluations = [line for line in lines if line["phase"] == "eval"]
     start = printed.index("results on held-out problems:") + 1
@@ -80,7 +82,7 @@ def test_what_a_terminal_cannot_show_is_replaced(encoding, shown, monkeypatch):
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding, write_through=True))
     importlib.reload(runs)                                # as the programs begin
     completion = dict(prompt="字é", completion="😀", reward=1.0, advantage=0.5)
-    RunConsole(parse_config(["--use_grpo"]), quiet=False).print_completions([completion])
+    RunConsole(quiet=False).print_completions([completion])
     print("字\ud800")                                     # as infer.py prints, and half of a surrogate pair
     lines = written.getvalue().decode(encoding).splitlines()
     assert lines[0] == f"  {shown}: reward +1.00" and lines[-1] == ("字?" if encoding == "utf-8" else "??")

@@ -15,7 +15,7 @@ from contextlib import suppress
 import pytest
 import torch
 from conftest import (
-    QUICK, assert_same, assert_same_to_rounding, ctrl_c_after, length_reward, num_steps,
+    QUICK, assert_same, assert_same_to_rounding, ctrl_c_after, length_reward, num_steps, quick_config,
     run_folder,
 )
 from project_files import ROOT
@@ -26,10 +26,14 @@ import train
 from engine.cache import PrefixCache
 from engine.errors import RunError
 from engine import devices
+from engine.models import load_any_policy, save_any_policy
+from infer import main
 from policy import Policy, RatioError
 from runs.checkpoint import latest_checkpoint
-from runs.errors import exit_on_errors, stop_on_signal
+from runs.errors import STOP, exit_on_errors, stop_on_signal
 from runs.folder import read_jsonl
+from runs.setup import set_up
+from sample import LogitsError
 
 OUT_OF_MEMORY = (
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nDetails"),
@@ -138,6 +142,24 @@ def test_sampling_that_finds_no_memory_samples_fewer_at_once_and_the_same(tmp_pa
     assert texts[0] == texts[1] and len(texts[0]) == 2 * 16
 
 
+def test_limits_that_were_halved_stay_in_the_file_when_a_notebook_calls_the_loop_again(tmp_path):
+    run = set_up(quick_config(tmp_path / "run", max_steps=1))
+    with run.started():
+        run.change_setting("max_tokens_per_forward", 512, "")
+    train.training_loop(run)
+    assert saved_setting(tmp_path / "run", "training", "max_tokens_per_forward") == 512
+
+
+def test_weights_that_are_not_finite_are_one_line(tmp_path, folder, capsys):
+    model, tokenizer = load_any_policy(train.ModelConfig(model_path=folder))
+    model.get_output_embeddings().weight.data[7] = torch.nan
+    save_any_policy(model, tokenizer, tmp_path / "damaged")
+    with pytest.raises(SystemExit) as stop:
+        run_folder(tmp_path / "run", "--use_grpo", "--model_path", str(tmp_path / "damaged"))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert stop.value.code == 1 and line.startswith("train.py: the model's logits are not finite: its weights are damaged")
+
+
 # ---- signals and exit codes ----------------------------------------------------------------------------------------
 
 
@@ -215,7 +237,7 @@ def test_a_second_ctrl_c_leaves_at_once_with_one_line(tmp_path):
 
 @pytest.mark.parametrize("error,code,shown", [
     (RunError("wrong"), 1, "train.py: wrong"), (OSError(errno.ENOSPC, "No space left on device"), 1, "No space left"),
-    (RatioError("wrong"), 1, "train.py: wrong"),
+    (RatioError("wrong"), 1, "train.py: wrong"), (LogitsError("wrong"), 1, "train.py: wrong"),
     (KeyboardInterrupt(), 130, "train.py: stopped at once; --resume continues"), (ValueError("--seed=x: wrong"), 2, "train.py: error: --seed=x: wrong"),
     (OUT_OF_MEMORY[0], 1, "lower --generation_batch_size"), (OUT_OF_MEMORY[1], 1, "lower --generation_batch_size"),
     (RuntimeError("a bug"), None, ""), (KeyError("a bug"), None, ""),
@@ -225,6 +247,32 @@ def test_what_is_no_fault_of_the_program_ends_it_with_one_line_and_its_exit_code
         raise error
     printed = capsys.readouterr().err
     assert shown in printed and len(printed.splitlines()) == (code is not None) and getattr(stop.value, "code", None) == code
+
+
+def test_debug_prints_the_traceback_before_the_line(monkeypatch, tmp_path, capsys):
+    (tmp_path / "config.json").write_text("{}")
+    for program, flags in (train.main, ["--model_path", str(tmp_path)]), (main, ["--question", "q", "--model_path", str(tmp_path)]):
+        for more, calls in ([], 0), (["--debug"], 1):
+            monkeypatch.setattr(sys, "argv", ["program", *flags, *more])
+            with pytest.raises(SystemExit) as stop, exit_on_errors("infer.py"):
+                program(sys.argv[1:])
+            *traceback, line = capsys.readouterr().err.splitlines()
+            assert stop.value.code == 2 and "cannot be loaded" in line and "\n".join(traceback).count("in load_tokenizer") == calls
+
+
+@pytest.mark.parametrize("number", STOP, ids=lambda number: number.name)
+def test_signals_of_a_batch_system_stop_after_the_step(number):
+    with stop_on_signal(devices.Ranks()) as requested:
+        assert not requested()
+        if number != signal.SIGHUP:                       # which closes the output: above
+            signal.raise_signal(number)
+            assert requested()
+
+
+def test_the_threads_of_other_programs_are_not_counted_in_vain(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(devices, "used_seconds", lambda: pytest.fail("all processes were walked"))
+    devices.idle_cores.choose_threads(print)
 
 
 @pytest.mark.slow

@@ -77,7 +77,7 @@ def test_a_folder_has_one_writer_and_is_free_when_that_is_killed(tmp_path):
     refused = folder_of("--output_dir", tmp_path)
     for _ in range(2):                                    # a notebook tries again
         with pytest.raises(RunError, match=f"^{tmp_path}: another process writes to it; wait until it ends"):
-            refused.open(0, {})
+            refused.open(Config(), 0, {})
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(RunError, match="another process writes to it"):
         RunFolder(Config.of(resume=True, output_dir=str(tmp_path)))    # before it reads a checkpoint
@@ -93,14 +93,25 @@ def folder_of(*flags):
 
 
 def test_of_two_runs_that_begin_together_the_second_ends(tmp_path):
-    first, second = (folder_of("--output_dir", tmp_path / "same", "--seed", seed) for seed in (1, 2))
-    first.open(0, {})
+    first, second = (folder_of("--output_dir", tmp_path / "same") for _ in range(2))
+    config = Config.of(seed=1, report_to="none")
+    first.open(config, 0, {})
     with pytest.raises(RunError, match=r"--output_dir=.*same: holds another run"):
-        second.open(0, {})
+        second.open(Config(), 0, {})
     assert json.loads((tmp_path / "same/config.json").read_text())["training"]["seed"] == 1
     first.log(1, "grpo", {"kl": 0.0})
-    first.open(0, {})                                     # a notebook that goes on after Ctrl-C
+    first.open(config, 0, {})                           # a notebook that goes on after Ctrl-C
     assert len(read_jsonl(tmp_path / "same/metrics.jsonl")) == 1
+
+
+def test_runs_without_a_name_that_begin_in_the_same_second_take_two_folders(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("time.strftime", lambda form: "outputs/now")
+    folders = [folder_of(), folder_of()]
+    for folder in folders:
+        folder.open(Config.of(report_to="none"), 0, {})
+    assert [str(folder.path) for folder in folders] == ["outputs/now", "outputs/now-2"]
+    assert {path.name for path in (tmp_path / "outputs").glob("*/config.json")} and all(folder.lock.is_locked for folder in folders)
 
 
 # ---- records --------------------------------------------------------------------------------------------------------
@@ -117,6 +128,10 @@ def test_advantages_of_a_group_sum_to_0_in_its_records_with_importance_weights_t
 
 def test_rollouts_hold_whole_groups(finished):
     records = read_jsonl(finished / "rollouts.jsonl")
+    for line in read_jsonl(finished / "metrics.jsonl"):
+        logp = [x for r in records if r["step"] == line["step"] for x in r["sampling_logp"]]
+        if line["phase"] == "grpo":                       # groups without signal included
+            assert line["entropy"] == pytest.approx(-sum(logp) / len(logp), rel=1e-5)
     assert len(records) == 3 * 4 * 4 and {r["step"] for r in records} == {4, 5, 6}
     for start in range(0, len(records), 4):
         group = records[start : start + 4]

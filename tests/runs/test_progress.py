@@ -2,7 +2,6 @@
 
 import math
 import shutil
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -25,7 +24,7 @@ def test_evaluations_are_due_before_the_first_step_every_eval_steps_of_a_phase_a
 ):
     """Phases of 3 and 5 steps, counted by hand."""
     progress, evaluated, raises_at = Progress(), [], {resumed_at}
-    run = SimpleNamespace(progress=progress, eval_set=[1], saved_on_error=nullcontext)
+    run = SimpleNamespace(progress=progress, eval_set=[1], mark_state=lambda: None)
 
     def evaluate(run):
         if progress.step in raises_at:

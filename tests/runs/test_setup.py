@@ -61,6 +61,21 @@ def test_a_resumed_run_has_the_rows_of_its_file_and_no_more(tmp_path):
         train.train(again)
 
 
+def test_files_of_rewards_and_teacher_that_have_changed_are_noted(tmp_path, capsys, folder):
+    file, teacher = tmp_path / "mine.py", Path(shutil.copytree(folder, tmp_path / "teacher"))
+    file.write_text("def length(completions, **columns):\n    return list(map(len, completions))\n")
+    config = quick_config(
+        tmp_path / "run", max_steps=1, reward_functions=[f"{file}:length"], reference_path=str(teacher), use_kl_penalty=True)
+    train.train(config)
+    again = replace(config, training=replace(config.training, resume=True))
+    capsys.readouterr()
+    for edit, noted in (lambda: None, []), (lambda: file.write_text(file.read_text() + "\n"), ["reward functions"]), (
+            lambda: (teacher / "config.json").open("a").write(" "), ["reward functions", "teacher"]):
+        edit()
+        train.train(again)
+        assert re.findall(r"note   (.*): files have changed since this run began", capsys.readouterr().out) == noted
+
+
 def test_examples_have_the_same_fingerprint_in_every_process_and_other_ones_another():
     def rows(order, text="a"):
         return [{"prompt": text, "f": lambda: 0, "set": set(order), "object": object(), 1: "a key", (2, 3): None}] * 2
@@ -102,7 +117,7 @@ def test_the_tokens_of_a_forward_pass_are_chosen_by_device_printed_and_saved(tmp
     assert start_run(tmp_path / "more", "--max_tokens_per_forward", "300").config.training.max_tokens_per_forward == 300
     (tmp_path / "long.jsonl").write_text("".join(json.dumps({"prompt": "x" * n, "completion": "y"}) + "\n" for n in (3, 1500)))
     long = start_run(tmp_path / "long", "--dataset", str(tmp_path / "long.jsonl"), "--max_prompt_length", "1600")
-    assert long.config.training.max_tokens_per_forward == long.folder.config.training.max_tokens_per_forward == 2 * 1501
+    assert long.config.training.max_tokens_per_forward == 2 * 1501
 
 
 def test_a_call_of_vllm_that_raises_on_one_rank_fails_on_all(tmp_path):
