@@ -12,7 +12,7 @@ import statistics
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 import grpo
@@ -22,10 +22,6 @@ from grpo import (
 )
 
 # ---- advantages ----------------------------------------------------------------------------------------------------
-
-
-def test_a_group_of_two_scores_plus_and_minus_one_over_root_two():
-    close(compute_group_advantages(torch.tensor([[0.0, 1.0]], dtype=torch.float64)), [[-(0.5**0.5), 0.5**0.5]], 1e-7)
 
 
 def close(actual, expected, tolerance=1e-10):
@@ -60,23 +56,37 @@ def advantages_by_hand(rewards, baseline, scale):
     return result
 
 
-REWARDS = [
-    [0.0, 1.0, 0.25, 0.5],
-    [1.3, 0.2, None, -0.7],
-    [0.7, 0.7, 0.7, 0.7],
-    [2.0, None, None, None],
-    [5.0, 5.0, -1.0, 5.0],
-    [0.0, 0.0, 0.0, -4.0],
-    [1.0, -1.0, 0.0, 0.0],
-]
+settings.register_profile("repeatable", derandomize=True, deadline=None)         # the same examples on every machine
+settings.load_profile("repeatable")
+finite = st.floats(-100, 100, allow_nan=False, width=32)
+variants = st.fixed_dictionaries({"baseline": st.sampled_from([*BASELINES]), "scale": st.sampled_from([*SCALES])})
 
 
-@pytest.mark.parametrize("baseline", BASELINES)
-@pytest.mark.parametrize("scale", SCALES)
-def test_advantages_equal_the_formula_by_hand(baseline, scale):
-    rewards = torch.tensor([[math.nan if r is None else r for r in row] for row in REWARDS], dtype=torch.float64)
-    actual = compute_group_advantages(rewards, baseline=baseline, scale=scale, epsilon=0.01)
-    close(actual, advantages_by_hand(REWARDS, baseline, scale))
+@st.composite
+def reward_groups(draw):
+    """(P, G) rewards that repeat, so that ties come up; some are None."""
+    rows, columns = draw(st.integers(1, 4)), draw(st.integers(2, 6))
+    values = st.sampled_from([*draw(st.lists(finite, min_size=1, max_size=4)), None])
+    return draw(st.lists(st.lists(values, min_size=columns, max_size=columns), min_size=rows, max_size=rows))
+
+
+@given(reward_groups(), st.sampled_from([*BASELINES]), st.sampled_from([*SCALES]))
+@example([[1.3, 0.2, None, -0.7], [0.7] * 4, [2.0, None, None, None], [5.0, 5.0, -1.0, 5.0], [-4.0, 4.0, 0.0, 0.0]], "group_median", "batch")
+def test_advantages_equal_the_formula_by_hand(rewards, baseline, scale):
+    """Unscored completions are as good as not there, and siblings' advantages sum to 0 under baselines that promise it."""
+    spreads = [max(scored) - min(scored) for row in rewards if (scored := [r for r in row if r is not None])]
+    assume(all(spread == 0 or spread > 1e-2 for spread in spreads))              # not near the border of zero-variance groups
+    tensor = torch.tensor([[math.nan if r is None else r for r in row] for row in rewards], dtype=torch.float64)
+    actual = compute_group_advantages(tensor, baseline=baseline, scale=scale, epsilon=0.01)
+    close(actual, advantages_by_hand(rewards, baseline, scale), 1e-7)
+    if baseline in CENTERED_BASELINES:
+        assert (actual.sum(dim=1).abs() <= 1e-9 * actual.abs().amax(dim=1).clamp(min=1)).all()
+
+
+@given(finite, st.integers(2, 64), variants, st.sampled_from([torch.float32, torch.float64, torch.bfloat16]))
+def test_any_tied_group_has_exactly_zero_advantage(reward, size, variant, dtype):
+    rewards = torch.full((1, size), reward, dtype=dtype)
+    assert (compute_group_advantages(rewards, **variant, epsilon=1e-8, global_mean=0.0) == 0).all()
 
 
 def test_ties_are_judged_relative_to_the_size_of_the_rewards():
@@ -89,64 +99,6 @@ def test_lists_are_rewards_too():
     rewards = [[1, 0, 0.5], [2, 2, 2]]
     assert torch.equal(compute_group_advantages(rewards), compute_group_advantages(torch.tensor(rewards)))
     assert compute_group_advantages([[1, 0]]).dtype == torch.float32
-
-
-# ---- laws that hold for any rewards --------------------------------------------------------------------------------
-
-settings.register_profile("repeatable", derandomize=True, deadline=None)         # the same examples on every machine
-settings.load_profile("repeatable")
-finite = st.floats(-100, 100, allow_nan=False, width=32)
-
-
-@st.composite
-def reward_groups(draw, unscored=True):
-    """(P, G) float64, from rewards that repeat, so that ties and near ties come up; some of them NaN."""
-    shape = draw(st.tuples(st.integers(1, 4), st.integers(2, 6)))
-    values = draw(st.lists(finite, min_size=1, max_size=4)) + [math.nan] * unscored
-    flat = draw(st.lists(st.sampled_from(values), min_size=math.prod(shape), max_size=math.prod(shape)))
-    return torch.tensor(flat, dtype=torch.float64).view(shape)
-
-
-variants = st.fixed_dictionaries({"baseline": st.sampled_from([*BASELINES]), "scale": st.sampled_from([*SCALES])})
-
-
-@given(reward_groups(), st.sampled_from(CENTERED_BASELINES), st.sampled_from([*SCALES]))
-def test_siblings_advantages_add_up_to_zero_under_baselines_that_promise_it(rewards, baseline, scale):
-    advantages = compute_group_advantages(rewards, baseline=baseline, scale=scale, epsilon=1e-3)
-    assert advantages.isfinite().all()
-    assert (advantages.sum(dim=1).abs() <= 1e-9 * advantages.abs().amax(dim=1).clamp(min=1)).all()
-
-
-@given(reward_groups(), variants.filter(lambda variant: variant["scale"] in ("group", "batch", "none")), st.floats(0.1, 10), st.floats(-50, 50))
-def test_advantages_do_not_depend_on_where_points_begin_and_only_unscaled_ones_on_their_unit(rewards, variant, unit, shift):
-    spread = rewards.nan_to_num(-math.inf).amax(dim=1) - rewards.nan_to_num(math.inf).amin(dim=1)
-    assume(((spread <= 0) | (spread > 1e-2)).all())       # neither side of the border at which a group counts as tied
-    before = compute_group_advantages(rewards, **variant, epsilon=0.0)
-    after = compute_group_advantages(rewards * unit + shift, **variant, epsilon=0.0)
-    close(after, before * (unit if variant["scale"] == "none" else 1.0), 1e-6)
-
-
-@given(reward_groups(), variants, st.randoms())
-def test_siblings_and_groups_in_another_order_have_the_same_advantages(rewards, variant, random):
-    p, g = (random.sample(range(n), n) for n in rewards.shape)
-    close(compute_group_advantages(rewards[p][:, g], **variant), compute_group_advantages(rewards, **variant)[p][:, g], 1e-9)
-
-
-@given(reward_groups(), variants)
-def test_a_completion_that_could_not_be_scored_is_as_good_as_not_there(rewards, variant):
-    assume(variant["baseline"] != "global_mean" and variant["scale"] != "batch")
-    advantages = compute_group_advantages(rewards, **variant)
-    for row, out in zip(rewards, advantages):
-        scored = ~row.isnan()
-        assert (out[~scored] == 0).all()
-        if scored.sum() >= 2:
-            close(out[scored], compute_group_advantages(row[scored][None], **variant)[0], 1e-9)
-
-
-@given(finite, st.integers(2, 64), variants, st.sampled_from([torch.float32, torch.float64, torch.bfloat16]))
-def test_any_tied_group_has_exactly_zero_advantage(reward, size, variant, dtype):
-    rewards = torch.full((1, size), reward, dtype=dtype)
-    assert (compute_group_advantages(rewards, **variant, epsilon=1e-8, global_mean=0.0) == 0).all()
 
 
 def test_a_running_mean_takes_the_place_of_the_batchs():
@@ -379,17 +331,6 @@ def test_weights_equal_their_formulas_and_those_of_minibatches_that_split_a_grou
 
 
 @pytest.mark.parametrize("loss_type", LOSSES)
-def test_micro_batches_add_up_to_the_gradient_of_the_whole(loss_type):
-    logp, old_logp, advantages, mask = toy_batch(seed=1)
-    policy_loss(logp, old_logp, advantages, mask, loss_type=loss_type)[0].backward()
-    whole, logp.grad = logp.grad, None
-    weights = token_weights(mask, LOSSES[loss_type].aggregation).masked_fill(~mask, 9.0)         # padding does not count
-    for rows in torch.tensor([0]), torch.tensor([3, 1, 2]):
-        policy_loss(logp[rows], old_logp[rows], advantages[rows], mask[rows], weights[rows], loss_type=loss_type)[0].backward()
-    close(logp.grad, whole, 1e-12)
-
-
-@pytest.mark.parametrize("loss_type", LOSSES)
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 1e30])
 def test_what_stands_in_the_padding_changes_nothing(loss_type, garbage):
     logp, old_logp, advantages, mask = toy_batch(seed=2, masked_value=0.0)
@@ -569,19 +510,6 @@ def test_gae_equals_its_formulas_and_steps_over_tokens_of_others(gamma, lam):
     advantages, returns = generalized_advantage_estimation(rewards, values, mask, gamma=gamma, lam=lam)
     close(advantages, gae_by_hand(rewards.tolist(), values.tolist(), mask.tolist(), gamma, lam), 1e-12)
     close(returns, torch.where(mask, advantages + values, 0.0), 1e-12)
-
-
-def test_gae_with_lambda_one_is_return_minus_value_and_with_lambda_zero_the_td_error():
-    torch.manual_seed(1)
-    rewards, values = torch.randn(2, 2, 5, dtype=torch.float64)
-    mask = torch.ones(2, 5, dtype=torch.bool)
-    to_go = rewards.flip(1).cumsum(1).flip(1)
-    close(generalized_advantage_estimation(rewards, values, mask, gamma=1.0, lam=1.0)[0], to_go - values, 1e-12)
-    following = torch.cat([values[:, 1:], torch.zeros(2, 1)], dim=1)
-    td_error = rewards + 0.9 * following - values
-    close(generalized_advantage_estimation(rewards, values, mask, gamma=0.9, lam=0.0)[0], td_error, 1e-12)
-    of_one_token = generalized_advantage_estimation(rewards[:, :1], values[:, :1], mask[:, :1])
-    close(of_one_token[0], rewards[:, :1] - values[:, :1], 1e-12)
 
 
 def test_value_loss_by_hand_and_its_gradient_stops_outside_the_clip():

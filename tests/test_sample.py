@@ -12,7 +12,7 @@ from conftest import PROMPTS
 
 from config import GRPOConfig
 from data import encode_prompt
-from engine import cache, make_engine, sampler
+from engine import make_engine, sampler
 from engine.device_policy import DevicePolicy
 from engine.shared import Shared
 from engine.vllm_engine import VLLM
@@ -133,50 +133,6 @@ def test_the_ends_of_the_unit_interval_draw_possible_tokens(draw):
     tokens, logp = draw(logits, torch.tensor([0.0, 0.5 - 2**-24, 0.5, 1 - 2**-24]))
     assert tokens.tolist() == [1, 1, 2, 2]                # an interval contains its start and not its end
     torch.testing.assert_close(logp, torch.tensor([0.5] * 4).log())
-
-
-@pytest.mark.parametrize("pad", [1, 50])
-def test_pad_may_be_a_stop_id_or_a_token_that_is_sampled(model, tokenizer, pad, settings):
-    """Pad equal to EOS, and pad equal to an ordinary byte: the numbers still agree, for masks do not look at ids."""
-    import copy
-
-    tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.pad_token = tokenizer.convert_ids_to_tokens(pad)
-    with torch.no_grad():
-        model.get_output_embeddings().weight[50] *= 3
-    everything = dict(generation_top_p=1.0, generation_top_k=0, generation_temperature=1.5)
-    config = replace(settings, **everything, num_completions_per_prompt=16)
-    engine = make_engine("shared", model, tokenizer)
-    rollout = engine.sample(PROMPTS, config, seeds=0)
-    if pad == 50:
-        assert (rollout.completion_ids == 50)[rollout.completion_mask].any(), "the pad token was sampled"
-    trained = engine.log_probs(rollout)
-    assert (rollout.sampling_logp - trained.logp).abs().max() < 1e-4
-
-
-def test_the_same_completion_alone_in_a_batch_and_after_others_have_finished(engine, monkeypatch):
-    engine.model.generation_config.eos_token_id = list(range(1, 30))             # rows end at different times
-    config = GRPOConfig(num_completions_per_prompt=4, generation_max_length=30, generation_top_k=0, generation_top_p=1.0)
-    together = engine.sample(PROMPTS, config, seeds=7)
-    assert len(set(together.completion_mask.sum(1).tolist())) > 3
-    assert together.completions[4:8] != together.completions[12:], "the same prompt, with another number"
-    for i, prompt in enumerate(PROMPTS):
-        alone = engine.sample([prompt], config, seeds=[(7, i)])
-        assert alone.completions == together.completions[4 * i : 4 * i + 4]
-    monkeypatch.setitem(sampler.INITIAL_CAPACITY, "cpu", 5)
-    monkeypatch.setattr(cache, "COLUMNS_AT_ONCE", 4)
-    at_once, queued = (engine.sample(
-        PROMPTS * 2, replace(config, generation_batch_size=size), seeds=7, num_completions=1) for size in (8, 3))
-    assert queued.completions == at_once.completions      # some begin while others are long
-    torch.testing.assert_close(queued.sampling_logp, at_once.sampling_logp, atol=1e-5, rtol=1e-5)
-    for steps in 3, 100:                                  # between two looks at which rows have ended
-        monkeypatch.setitem(sampler.TOKENS_BETWEEN_CHECKS, "cpu", steps)
-        seldom = engine.sample(PROMPTS, config, seeds=7)
-        assert torch.equal(seldom.completion_ids, together.completion_ids) and torch.equal(seldom.completion_mask, together.completion_mask)
-        torch.testing.assert_close(seldom.sampling_logp, together.sampling_logp, atol=1e-5, rtol=1e-5)
-    other_seed = engine.sample(PROMPTS, config, seeds=8)
-    assert other_seed.completions != together.completions
-    assert len(set(together.completions)) > 6, "siblings differ"
 
 
 def test_a_callers_config_may_have_the_five_usual_settings_alone(engine, settings):

@@ -190,17 +190,6 @@ def test_an_engine_that_does_not_call_reply_is_refused_with_an_environment(model
         sample_with_environment(of_the_page()(model, tokenizer), guess_letter, [{"prompt": "p", "answer": "x"}], settings, [0])
 
 
-def test_rows_that_have_ended_do_not_forward_a_pad_token_that_the_model_does_not_know(model, tokenizer, settings):
-    model.generation_config.eos_token_id = list(range(1, 30))
-    config = replace(settings, num_completions_per_prompt=8, generation_max_length=20)
-    expected = make_engine("plain", model, tokenizer).sample(PROMPTS, config, seeds=0)
-    tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.add_special_tokens({"pad_token": "<another pad>"})
-    assert tokenizer.pad_token_id == model.get_input_embeddings().num_embeddings
-    found = make_engine("plain", model, tokenizer).sample(PROMPTS, config, seeds=0)
-    assert found.completions == expected.completions and found.finished.any()
-
-
 @pytest.mark.parametrize("prompt,copies,limit,saves", [(8, 4, 40, False), (200, 8, 512, True), (100, 8, 4000, False), (40, 8, 24, True)])
 def test_prompts_are_shared_where_that_saves_a_fifth_of_the_tokens(prompt, copies, limit, saves):
     config = GRPOConfig(num_completions_per_prompt=copies, generation_max_length=limit)
