@@ -12,7 +12,7 @@ import statistics
 
 import pytest
 import torch
-from hypothesis import assume, example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import grpo
@@ -58,35 +58,32 @@ def advantages_by_hand(rewards, baseline, scale):
 
 settings.register_profile("repeatable", derandomize=True, deadline=None)         # the same examples on every machine
 settings.load_profile("repeatable")
-finite = st.floats(-100, 100, allow_nan=False, width=32)
-variants = st.fixed_dictionaries({"baseline": st.sampled_from([*BASELINES]), "scale": st.sampled_from([*SCALES])})
+BASELINE, SCALE = st.sampled_from([*BASELINES]), st.sampled_from([*SCALES])
 
 
 @st.composite
 def reward_groups(draw):
-    """(P, G) rewards that repeat, so that ties come up; some are None."""
+    """(P, G) rewards in eighths, of which sums are exact, that repeat, so that ties come up; some are None."""
     rows, columns = draw(st.integers(1, 4)), draw(st.integers(2, 6))
-    values = st.sampled_from([*draw(st.lists(finite, min_size=1, max_size=4)), None])
+    values = st.sampled_from([*draw(st.lists(st.integers(-800, 800).map(lambda n: n / 8), min_size=1, max_size=4)), None])
     return draw(st.lists(st.lists(values, min_size=columns, max_size=columns), min_size=rows, max_size=rows))
 
 
-@given(reward_groups(), st.sampled_from([*BASELINES]), st.sampled_from([*SCALES]))
-@example([[1.3, 0.2, None, -0.7], [0.7] * 4, [2.0, None, None, None], [5.0, 5.0, -1.0, 5.0], [-4.0, 4.0, 0.0, 0.0]], "group_median", "batch")
+@settings(max_examples=400)
+@given(reward_groups(), BASELINE, SCALE)
 def test_advantages_equal_the_formula_by_hand(rewards, baseline, scale):
     """Unscored completions are as good as not there, and siblings' advantages sum to 0 under baselines that promise it."""
-    spreads = [max(scored) - min(scored) for row in rewards if (scored := [r for r in row if r is not None])]
-    assume(all(spread == 0 or spread > 1e-2 for spread in spreads))              # not near the border of zero-variance groups
     tensor = torch.tensor([[math.nan if r is None else r for r in row] for row in rewards], dtype=torch.float64)
     actual = compute_group_advantages(tensor, baseline=baseline, scale=scale, epsilon=0.01)
-    close(actual, advantages_by_hand(rewards, baseline, scale), 1e-7)
+    close(actual, advantages_by_hand(rewards, baseline, scale))
     if baseline in CENTERED_BASELINES:
         assert (actual.sum(dim=1).abs() <= 1e-9 * actual.abs().amax(dim=1).clamp(min=1)).all()
 
 
-@given(finite, st.integers(2, 64), variants, st.sampled_from([torch.float32, torch.float64, torch.bfloat16]))
-def test_any_tied_group_has_exactly_zero_advantage(reward, size, variant, dtype):
+@given(st.floats(-100, 100, width=32), st.integers(2, 64), BASELINE, SCALE, st.sampled_from([torch.float32, torch.float64, torch.bfloat16]))
+def test_any_tied_group_has_exactly_zero_advantage(reward, size, baseline, scale, dtype):
     rewards = torch.full((1, size), reward, dtype=dtype)
-    assert (compute_group_advantages(rewards, **variant, epsilon=1e-8, global_mean=0.0) == 0).all()
+    assert (compute_group_advantages(rewards, baseline=baseline, scale=scale, global_mean=0.0) == 0).all()
 
 
 def test_ties_are_judged_relative_to_the_size_of_the_rewards():
@@ -95,18 +92,11 @@ def test_ties_are_judged_relative_to_the_size_of_the_rewards():
     assert tied.tolist() == [True, False, False, True, True, False]
 
 
-def test_lists_are_rewards_too():
-    rewards = [[1, 0, 0.5], [2, 2, 2]]
-    assert torch.equal(compute_group_advantages(rewards), compute_group_advantages(torch.tensor(rewards)))
-    assert compute_group_advantages([[1, 0]]).dtype == torch.float32
-
-
 def test_a_running_mean_takes_the_place_of_the_batchs():
     rewards = torch.tensor([[0.0, 1.0], [3.0, 4.0], [2.0, 2.0]])
     advantages = compute_group_advantages(rewards, baseline="global_mean", scale="none", global_mean=0.25)
     close(advantages, [[-0.25, 0.75], [2.75, 3.75], [0.0, 0.0]], 1e-7)
-    close(compute_group_advantages(rewards, baseline="global_mean", scale="none"), [[-2.0, -1.0], [1.0, 2.0], [0.0, 0.0]], 1e-7)
-    close(compute_group_advantages(rewards, global_mean=0.25), compute_group_advantages(rewards), 0)
+    assert compute_group_advantages(rewards, global_mean=0.25).equal(compute_group_advantages([[0, 1], [3, 4], [2, 2]])), "not that of a group"
 
 
 @pytest.mark.parametrize("rewards", [[0.8, 0.5, 0.9, 0.6], torch.zeros(4, 1), torch.zeros(2, 2, 2)])
@@ -180,7 +170,7 @@ CLIPS = dict(clip_low=CLIP_LOW, clip_high=CLIP_HIGH)
 
 
 def assert_equal_by_hand(batch, loss_type, **options):
-    """Value and gradient against a loop over tokens, each alone."""
+    """Value and gradient against a loop over tokens, each alone. clip_fraction is 1 without a gradient or with a capped weight."""
     logp, old_logp, advantages, mask = batch
     total, weights = 0.0 * logp.sum(), weights_by_hand(mask, LOSSES[loss_type].aggregation)
     for row in range(len(mask)):
@@ -194,7 +184,9 @@ def assert_equal_by_hand(batch, loss_type, **options):
     close(loss, total)
     (ours,), (by_hand,) = torch.autograd.grad(loss, logp), torch.autograd.grad(total, logp)
     close(ours, by_hand)
-    return loss, ours, stats
+    removed = (logp - old_logp).exp() > 1 + CLIP_HIGH if loss_type in ("cispo", "scale_rl") else ours == 0
+    assert stats["clip_fraction"].equal((removed & mask).float())
+    return loss, stats
 
 
 @pytest.mark.parametrize("token_level", [False, True])
@@ -214,8 +206,7 @@ def test_each_option_of_a_loss_is_that_of_its_formula(loss_type, option):
     other, tells = (default + (low if default > low else min(high, 2 * default + 1))) / 2, False
     for seed in range(6):
         batch = far_off_policy(seed, token_level=True)
-        before, *_ = assert_equal_by_hand(batch, loss_type)
-        after, *_ = assert_equal_by_hand(batch, loss_type, **{option: other})
+        before, after = (assert_equal_by_hand(batch, loss_type, **options)[0] for options in ({}, {option: other}))
         tells |= bool(before != after)
     assert tells
 
@@ -231,18 +222,8 @@ def test_the_dual_clip_equals_its_formula_and_bounds_what_the_first_one_lets_thr
     logp, old_logp, advantages, mask = toy_batch(seed=4)
     advantages = advantages.abs() * torch.tensor([[-1.0], [-1.0], [-1.0], [1.0]])
     batch = logp, old_logp - 1, advantages, mask          # ratios around e: with a negative advantage nothing else stops them
-    single, double = (assert_equal_by_hand(batch, loss_type, **options)[2]["clip_fraction"] for options in ({}, dict(dual_clip=2.5)))
+    single, double = (assert_equal_by_hand(batch, loss_type, **options)[1]["clip_fraction"] for options in ({}, dict(dual_clip=2.5)))
     assert 0 < single.sum() < double.sum()
-
-
-@pytest.mark.parametrize("loss_type,options", [
-    *((name, {}) for name in LOSSES), *((name, dict(dual_clip=1.5)) for name, loss in LOSSES.items() if "dual_clip" in loss.bounds)])
-def test_the_clip_fraction_counts_tokens_without_gradient_or_with_a_capped_weight(loss_type, options):
-    batch = logp, old_logp, _, mask = far_off_policy(8, token_level=False)
-    _, gradient, stats = assert_equal_by_hand(batch, loss_type, **options)
-    removed = (logp - old_logp).exp() > 1 + CLIP_HIGH if loss_type in ("cispo", "scale_rl") else gradient == 0
-    assert (removed & mask).any() or loss_type in ("reinforce", "sapo")
-    assert stats["clip_fraction"].equal((removed & mask).float())
 
 
 def test_no_gradient_flows_through_weights_statistics_or_generalized_advantages():
@@ -352,18 +333,6 @@ def test_on_the_first_step_the_gradient_is_reinforce(loss_type):
     loss.backward()
     close(logp.grad, -advantages * mask / mask.sum(), 1e-7)
     assert not stats["clip_fraction"].any() and not stats["ratio_deviation"].any()
-
-
-def test_the_clip_stops_tokens_that_left_the_trust_region_in_the_direction_of_their_advantage():
-    ratio = torch.tensor([[1.5, 1.5, 0.5, 0.5, 1.1]], dtype=torch.float64)
-    advantages = torch.tensor([[1.0, -1.0, 1.0, -1.0, 1.0]], dtype=torch.float64)
-    logp, mask = ratio.log().requires_grad_(), torch.ones(1, 5, dtype=torch.bool)
-    loss, stats = policy_loss(logp, torch.zeros_like(logp), advantages, mask)
-    loss.backward()
-    assert (logp.grad[0] == 0).tolist() == [True, False, False, True, False]
-    assert stats["clip_fraction"].tolist() == [[1, 0, 0, 1, 0]]
-    close(stats["ratio_deviation"], [[0.5, 0.5, 0.5, 0.5, 0.1]])
-    close(stats["approx_kl"], [[r - 1 - math.log(r) for r in (1.5, 1.5, 0.5, 0.5, 1.1)]])
 
 
 def test_a_fully_masked_micro_batch_has_a_loss_of_zero_that_can_be_differentiated():
