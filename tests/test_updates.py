@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import experience_of, kept_by_hand, with_settings
+from conftest import experience_of, with_settings
 from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils import parameters_to_vector
@@ -17,10 +17,9 @@ from config import GRPOConfig
 from engine import make_engine
 from engine.models import with_precision
 from experience import Batch, Experience, minibatches
-from grpo import LOSSES, policy_loss, token_weights, weighted_loss
+from grpo import LOSSES, token_weights, weighted_loss
 from policy import RatioError
 from runs.run import Variant
-from sample import Rollout
 from train import sample_groups
 
 # Every term there is, so that none can depend on how a step is cut.
@@ -266,27 +265,6 @@ def test_what_describes_the_policy_is_a_mean_over_the_tokens_that_were_looked_at
     tied = experience_of(run, table.rollout, torch.zeros(len(table.mask) // 4, 4))
     of_none = dict.fromkeys(losses, math.nan) | {"total_loss": 0.0, "policy_loss": 0.0}
     assert forward_backward(run, tied) == pytest.approx(of_none, nan_ok=True), "the same names"
-
-
-@pytest.mark.parametrize("distribution", [dict(top_k=50, top_p=0.9, temperature=0.8), dict(top_k=5, top_p=1.0, temperature=1.5),
-                                          dict(top_k=0, top_p=0.6, temperature=1.0), dict(top_k=0, top_p=1.0, temperature=1.0)])
-def test_the_policy_gradient_is_the_enumerated_gradient_of_the_truncated_policy(base, distribution):
-    """Every token, weighted by how often it is drawn, against the gradient of the expected reward itself."""
-    policy, vocabulary = with_settings(base).policy, 263
-    rewards = torch.randn(vocabulary)
-    prompt = torch.tensor([policy.tokenizer("1+1=?").input_ids])
-    logits = policy.model(prompt).logits[0, -1]
-    kept = kept_by_hand(logits.tolist(), **distribution)
-    drawn = (logits[kept] / distribution["temperature"]).softmax(0)[:, None]
-    truth, drawn = gradient_of(policy, -(drawn * rewards[kept][:, None]).sum()), drawn.detach()
-    ids, mask = torch.tensor(kept)[:, None], torch.ones(len(kept), 1).bool()
-    for of_trainer, same in (distribution, True), ({"temperature": distribution["temperature"]}, len(kept) == vocabulary):
-        rollout = Rollout(prompt, prompt > -1, ids, mask, mask.float(), mask[:, 0], [""] * len(kept), of_trainer)
-        new = policy.forward(rollout, torch.arange(len(kept)))
-        assert torch.allclose(new.logp.exp(), drawn, atol=1e-5) == same
-        loss, _ = policy_loss(new.logp, new.logp.detach(), drawn * rewards[kept][:, None], mask, mask.float())
-        found = differ(gradient_of(policy, loss), truth)
-        assert len(kept) > 1 and (found < 1e-5 if same else found > 1e-3)
 
 
 # ---- the other terms -----------------------------------------------------------------------------------------------
