@@ -178,38 +178,38 @@ def test_a_new_term_of_the_loss_and_a_new_metric_need_no_edit_but_of_the_loss(ba
     assert metrics["probability"] == pytest.approx(10 * metrics["length_term"])
 
 
-@pytest.mark.parametrize("flags,message", [
-    (dict(use_kl_penalty=True), "kl_term is .* in a pass, .* with the rows that GRPOConfig.policy_loss_alone leaves out"),
-    (dict(entropy_coef=0.1), "entropy_term is .* in a pass, .* with the rows that GRPOConfig.policy_loss_alone leaves out"),
-])
-def test_a_term_of_rows_that_are_left_out_is_an_error(base, monkeypatch, flags, message):
+@pytest.mark.parametrize("flags,name", [(dict(use_kl_penalty=True), "kl_term"), (dict(entropy_coef=0.1), "entropy_term")])
+def test_a_term_of_rows_that_are_left_out_is_an_error(base, monkeypatch, flags, name):
     run = with_settings(base, **flags)
     run.progress.phase_step = 0
     monkeypatch.setattr(GRPOConfig, "policy_loss_alone", True)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"{name} is .* in a pass, .* with the rows that GRPOConfig.policy_loss_alone leaves out"):
         gradient(run, off_policy(run))
 
 
-@pytest.mark.parametrize("term,wrong", [
-    (lambda new, batch: new.logp[batch.mask].mean(), True), (lambda new, batch: new.logp.sum() / len(batch.rows), True),
-    (lambda new, batch: (new.entropy * batch.weights).sum() / batch.weights.sum(), True),
-    (lambda new, batch: 1e-3 * new.logp.max(), True), (lambda new, batch: weighted_loss(new.logp, batch.weights), False),
-    (lambda new, batch: (new.logp * batch.mask).sum() / 16, False),
+@pytest.mark.parametrize("own,message", [
+    (lambda new, batch: new.logp[batch.mask].mean(), "own is .* as the sum over two micro-batches"),
+    (lambda new, batch: new.logp.sum() / len(batch.rows), "own is .* as the sum over two micro-batches"),
+    (lambda new, batch: (new.entropy * batch.weights).sum() / batch.weights.sum(), "own is .* as the sum over two micro-batches"),
+    (lambda new, batch: 1e-3 * new.logp.max(), "own is .* as the sum over two micro-batches"),
+    (lambda new, batch: weighted_loss(new.logp, batch.weights), ""), (lambda new, batch: (new.logp * batch.mask).sum() / 16, ""),
+    *((lambda new, batch, shape=shape: torch.zeros(shape), r"loss: own \(.*\) must be \(b, T\), \(b, 1\) or a scalar")
+      for shape in [(16,), (1, 16), (16, 2), (1, 1)]),
 ])
-def test_a_term_or_a_metric_that_does_not_add_up_over_micro_batches_is_an_error(base, term, wrong):
-    """Only at the first update of a phase."""
-    for place in 0, 1:
+def test_a_term_or_a_metric_that_does_not_add_up_over_micro_batches_or_has_another_shape_is_an_error(base, own, message):
+    """What does not add up only at the first update of a phase."""
+    of_shape = message.startswith("loss")
+    for place in (1,) if of_shape else (0, 1):            # a term, and a metric
         def loss(config, new, batch, place=place):
             results = train.grpo_loss(config, new, batch)
-            results[place]["own"] = term(new, batch)
+            results[place]["own"] = own(new, batch)
             return results
 
         run = with_settings(base)
-        run.variant, run.progress.phase_step = Variant(loss=loss), 0
-        with pytest.raises(ValueError, match=r"own is .* as the sum over two micro-batches") if wrong else nullcontext():
-            train.grpo_training_step(run, next(run.batches))
-        run.progress.phase_step = 1
-        train.grpo_training_step(run, next(run.batches))
+        run.variant = Variant(loss=loss)
+        for run.progress.phase_step in 0, 1:
+            with pytest.raises(ValueError, match=message) if message and (of_shape or not run.progress.phase_step) else nullcontext():
+                train.grpo_training_step(run, next(run.batches))
 
 
 def test_all_columns_of_a_batch_keep_their_rows_and_metrics_are_means_over_tokens_or_completions_or_sums(base):
@@ -236,15 +236,6 @@ def test_all_columns_of_a_batch_keep_their_rows_and_metrics_are_means_over_token
         assert differ(parameters_to_vector(p.grad for p in run.policy.trained_parameters).double(), expected) < 2e-6
         assert [losses[name] for name in ("of_tokens", "of_completions", "sum")] == pytest.approx(
             [float((row * table.mask).sum() / table.mask.sum()), 7.5, float(table.scores.sum())], rel=1e-4)
-
-
-@pytest.mark.parametrize("shape", [(16,), (1, 16), (16, 2), (1, 1)])
-def test_a_metric_of_another_shape_is_an_error(base, shape):
-    run = with_settings(base)
-    experience = off_policy(run)
-    assert experience.table.mask.shape != shape
-    with pytest.raises(ValueError, match=r"loss: wrong \(.*\) must be \(b, T\), \(b, 1\) or a scalar"):
-        gradient(run, experience, loss_fn=lambda new, part: ({"loss": new.logp.sum()}, {"wrong": torch.zeros(shape)}))
 
 
 # ---- on policy, and after an update --------------------------------------------------------------------------------
