@@ -241,32 +241,43 @@ def test_all_columns_of_a_batch_keep_their_rows_and_metrics_are_means_over_token
 # ---- on policy, and after an update --------------------------------------------------------------------------------
 
 
-def test_what_describes_the_policy_is_a_mean_over_the_tokens_that_were_looked_at(base):
-    run = with_settings(base)
-    experience = off_policy(run)                          # the second group is tied, so it is left out
-    _, losses = gradient(run, experience)
-    table = experience.table
-    now = run.policy.log_probs(table.rollout)
-    looked_at = table.mask & (table.advantages != 0)
-    assert looked_at.sum() < table.mask.sum()
-    log_ratio = (now.logp - table.old_logp)[looked_at]
-    assert losses["entropy"] == pytest.approx(float(now.entropy[looked_at].mean()), rel=1e-4)
-    assert losses["ratio_deviation"] == pytest.approx(float((log_ratio.exp() - 1).abs().mean()), rel=1e-4)
-    assert losses["approx_kl"] == pytest.approx(float((log_ratio.exp() - 1 - log_ratio).mean()), rel=1e-4)
-    tied = experience_of(run, table.rollout, torch.zeros(len(table.mask) // 4, 4))
-    of_none = dict.fromkeys(losses, math.nan) | {"total_loss": 0.0, "policy_loss": 0.0}
-    assert forward_backward(run, tied) == pytest.approx(of_none, nan_ok=True), "the same names"
+@pytest.mark.parametrize("estimator,more", [
+    ("", {}), ("ratio_k3", {}), ("k2", {}), ("k3", dict(use_value_head=True)), ("exact", dict(use_value_head=True, entropy_coef=0.5)),
+    ("", dict(entropy_coef=0.5)),
+])
+def test_the_terms_of_the_loss_their_gradient_and_the_metrics_are_their_formulas(base, estimator, more):
+    """Terms are averaged as the loss is, metrics over the tokens of forwarded rows: without terms not of the second group, which is tied."""
+    kl_flags = dict(use_kl_penalty=True, kl_penalty_coef=0.7, kl_estimator=estimator) if estimator else {}
+    run = with_settings(base, loss_type="grpo", **kl_flags, **more)
+    experience = off_policy(run)
+    table, (ours, losses) = experience.table, gradient(run, experience)
+    mask, new = table.mask, run.policy.forward(table.rollout, table.rows, run.reference)
+    log_ratio, A = new.logp - table.old_logp, table.advantages
+    ratio = log_ratio.exp()
+    metrics = {"entropy": new.entropy, "ratio_deviation": (ratio - 1).abs(), "approx_kl": ratio - 1 - log_ratio}
 
+    def mean(values):
+        return (torch.where(mask, values, 0.0).sum(dim=1) / mask.sum(dim=1)).mean()
 
-# ---- the other terms -----------------------------------------------------------------------------------------------
-
-
-def test_the_entropy_bonus_has_the_gradient_of_the_entropy(base):
-    run = with_settings(base, entropy_coef=0.5)
-    rollout = sample_groups(run, next(run.batches)).rollout
-    ours, _ = gradient(run, experience_of(run, rollout, torch.zeros(4, 4)))      # all tied: nothing but the bonus is left
-    entropy = run.policy.forward(rollout, torch.arange(16)).entropy[rollout.completion_mask]
-    assert differ(ours, gradient_of(run.policy, -0.5 * entropy.mean())) < 2e-6
+    terms = {"policy_loss": mean(-torch.minimum(ratio * A, ratio.clamp(0.8, 1.2) * A))}
+    if estimator:
+        x = run.reference.log_probs(table.rollout).logp - new.logp
+        k3 = x.exp() - x - 1
+        metrics["kl"] = {"ratio_k3": (new.logp - table.trainer_logp).exp() * k3, "k3": k3, "k2": x**2 / 2, "exact": new.kl}[estimator]
+        terms["kl_term"] = 0.7 * mean(metrics["kl"])
+    if "entropy_coef" in more:
+        terms["entropy_term"] = -0.5 * mean(new.entropy)
+    if "use_value_head" in more:
+        terms["value_term"] = train.VALUE_COEF * mean(0.5 * (new.values - table.returns).square())
+    looked_at = mask if len(terms) > 1 else mask & (A != 0)
+    expected = {name: x.item() for name, x in terms.items()} | {name: x[looked_at].mean().item() for name, x in metrics.items()}
+    expected["total_loss"] = sum(terms.values()).item()
+    assert {name: losses[name] for name in expected} == pytest.approx(expected, rel=1e-3) and looked_at.equal(mask) != (len(terms) == 1)
+    assert differ(ours, gradient_of(run.policy, sum(terms.values()))) < 1e-5
+    if len(terms) == 1:
+        tied = experience_of(run, table.rollout, torch.zeros(4, 4))
+        of_none = dict.fromkeys(losses, math.nan) | {"total_loss": 0.0, "policy_loss": 0.0}
+        assert forward_backward(run, tied) == pytest.approx(of_none, nan_ok=True), "the same names"
 
 
 REWARD_KL = dict(use_kl_penalty=True, kl_penalty_coef=0.3, kl_in="reward")
@@ -314,32 +325,6 @@ def test_a_rollout_of_which_nothing_can_be_trained_on_changes_nothing_and_stops_
             terms = {name for name in losses if name.endswith("_term")} | {"policy_loss", "total_loss"}
             assert losses == pytest.approx({name: 0.0 if name in terms else math.nan for name in losses}, nan_ok=True)
         assert all(torch.equal(a, b) for a, b in zip(before, run.policy.trained_parameters))
-
-
-@pytest.mark.parametrize("estimator", ["ratio_k3", "k3", "k2", "exact"])
-def test_the_kl_term_is_the_estimate_averaged_as_the_loss_is_times_its_coefficient(base, estimator):
-    run = with_settings(base, use_kl_penalty=True, kl_penalty_coef=0.7, kl_estimator=estimator, loss_type="grpo")
-    experience = off_policy(run)
-    rollout, mask = experience.table.rollout, experience.table.mask
-    new = run.policy.log_probs(rollout, reference=run.reference)
-    x = run.reference.log_probs(rollout).logp - new.logp
-    k3, ratio = x.exp() - x - 1, (new.logp - rollout.sampling_logp).exp()
-    kl = {"ratio_k3": ratio * k3, "k3": k3, "k2": x**2 / 2, "exact": new.kl}[estimator] * mask
-    _, losses = gradient(run, experience)
-    assert losses["kl"] == pytest.approx(float(kl.sum() / mask.sum()), rel=1e-3)
-    assert losses["kl_term"] == pytest.approx(0.7 * float((kl.sum(1) / mask.sum(1)).mean()), rel=1e-3)
-    assert losses["total_loss"] == pytest.approx(losses["policy_loss"] + losses["kl_term"])
-
-
-def test_values_are_learned_where_no_advantage_is_left_too(base):
-    run = with_settings(base, use_value_head=True)
-    rollout = sample_groups(run, next(run.batches)).rollout
-    experience = experience_of(run, rollout, torch.randn(4, 4))
-    table = experience.table
-    table.advantages = torch.zeros_like(table.advantages)
-    _, losses = gradient(run, experience)
-    error = (table.old_values - table.returns)[table.mask]
-    assert losses["value_loss"] == pytest.approx(float(0.5 * error.square().mean()), rel=1e-4)
 
 
 @pytest.mark.parametrize("mode", ["static", "ema", "periodic"])
