@@ -1,13 +1,11 @@
 """The policies that make_engine chooses, those of many processes and little memory, and a caller's own sampler."""
 
 import copy
-import re
 from dataclasses import replace
 
 import pytest
 import torch
 from conftest import PROMPTS, made_up_rollout, quick_config
-from project_files import ROOT
 from torch.nn.utils import parameters_to_vector
 
 from config import GRPOConfig
@@ -23,15 +21,11 @@ from policy import Policy
 from runs.setup import set_up
 from train import supervised_loss, train
 
-PAGE = ROOT / "CONTRIBUTING.md"
-CODE = re.search(r"```python run\n(.*?)\nconfig = ", PAGE.read_text().partition("## A sampler")[2], flags=re.DOTALL)[1]
+class Own(Policy):
+    """A caller's sampler, which does not call reply."""
 
-
-def of_the_page():
-    """The class of the page."""
-    names = {}
-    exec(CODE, names)
-    return names["Generate"]
+    def sample(self, prompts, config, seeds, *, num_completions=None, reply=None):
+        return super().sample(prompts, config, seeds, num_completions=num_completions)
 
 
 def test_make_engine_chooses_a_policy_that_forwards_each_row_once_in_several_passes(model, tokenizer):
@@ -109,16 +103,16 @@ def test_where_memory_runs_out_fewer_completions_are_sampled_at_once_down_to_a_g
 
 
 def test_a_reference_is_computed_as_a_callers_own_policy_is_without_its_optimizer_and_sampler(model, tokenizer, settings):
-    class Own(DevicePolicy):
+    class WithClient(DevicePolicy):
         def __init__(self, model, tokenizer, client):
             super().__init__(model, tokenizer, max_tokens=100)
             self.client, self.sampler = client, "another sampler"
 
-    policy, other = Own(model, tokenizer, "client"), copy.deepcopy(model)
+    policy, other = WithClient(model, tokenizer, "client"), copy.deepcopy(model)
     policy.set_optimizer(torch.optim.SGD(model.parameters()), "schedule", "value head")
     policy.losses.append(1.0)
     reference = policy.like(other)
-    assert type(reference) is Own and reference.model is other and reference.max_tokens == 100
+    assert type(reference) is WithClient and reference.model is other and reference.max_tokens == 100
     assert (reference.optimizer, reference.value_head, reference.sampler, reference.losses) == (None, None, None, [])
     assert policy.optimizer is not None and policy.losses == [1.0]
     rollout = reference.sample(PROMPTS, settings, 0)
@@ -126,8 +120,8 @@ def test_a_reference_is_computed_as_a_callers_own_policy_is_without_its_optimize
 
 
 def test_a_sampler_of_one_process_in_float32_is_refused_where_it_would_train_wrongly(tmp_path):
-    with pytest.raises(ValueError, match="engine: Generate supports neither several processes nor float16; derive it from DevicePolicy"):
-        set_up(quick_config(tmp_path / "run", precision="float16"), engine=of_the_page())
+    with pytest.raises(ValueError, match="engine: Own supports neither several processes nor float16; derive it from DevicePolicy"):
+        set_up(quick_config(tmp_path / "run", precision="float16"), engine=Own)
 
 
 @pytest.mark.parametrize("make", [DevicePolicy, Shared])
@@ -143,19 +137,15 @@ def test_processes_forward_every_row_once_and_have_as_many_passes(model, tokeniz
         assert all(each[0] for each in parts[: len(rows)]), "a row for each process, if there are enough"
 
 
-def test_a_sampler_of_ones_own_trains_and_evaluates_and_a_run_that_is_resumed_without_it_says_so(tmp_path, capsys):
+def test_a_sampler_of_ones_own_trains_and_evaluates_and_a_run_that_is_resumed_without_it_says_so(tmp_path, capsys, monkeypatch):
     """That of the page trains in tests/test_snippets.py."""
-    sampled = []
-
-    class Counted(Policy):
-        def sample(self, prompts, *args, **options):
-            sampled.append(len(prompts))
-            return super().sample(prompts, *args, **options)
-
-    train(quick_config(tmp_path / "run"), engine=Counted)
+    sampled, sample = [], Own.sample
+    monkeypatch.setattr(Own, "sample", lambda policy, prompts, *args, **options: (
+        sampled.append(len(prompts)), sample(policy, prompts, *args, **options))[1])
+    train(quick_config(tmp_path / "run"), engine=Own)
     assert sampled == [2, 4, 4, 4, 4], "start-up check, evaluation, two steps, evaluation"
     set_up(quick_config(tmp_path / "run", resume=True))
-    assert "'engine': 'Counted'}: equal up to rounding" in " ".join(capsys.readouterr().out.split())
+    assert "'engine': 'Own'}: equal up to rounding" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_sampler_of_ones_own_is_checked_before_a_run_begins(tmp_path):
@@ -171,7 +161,7 @@ def test_a_sampler_of_ones_own_is_checked_before_a_run_begins(tmp_path):
 def test_an_engine_that_does_not_call_reply_is_refused_with_an_environment(model, tokenizer, settings):
     model.generation_config.eos_token_id = list(range(1, 200))
     with pytest.raises(RunError, match="the policy's sample does not call reply, which an environment needs"):
-        sample_with_environment(of_the_page()(model, tokenizer), guess_letter, [{"prompt": "p", "answer": "x"}], settings, [0])
+        sample_with_environment(Own(model, tokenizer), guess_letter, [{"prompt": "p", "answer": "x"}], settings, [0])
 
 
 @pytest.mark.parametrize("prompt,copies,limit,saves", [(8, 4, 40, False), (200, 8, 512, True), (100, 8, 4000, False), (40, 8, 24, True)])
