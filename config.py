@@ -151,7 +151,7 @@ class GRPOConfig:
     reward_errors: Literal["raise", "none"] = flag(
         "raise", "if a reward function raises: stop the run, or count the completions as unscored")
     reward_timeout: float = flag(
-        0.0, "time limit for a call of a reward function, in seconds; 0: none (classes of environments: 60)", ge=0)
+        0.0, "time limit of a reward function, in seconds; 0: none (environment classes: 60)", ge=0)
     reward_combination: Literal["sum", "gdpo"] = flag(
         "sum", "sum: add up the weighted rewards of the functions; gdpo: their weighted advantages")
     reward_clip: float = flag(0.0, "clip rewards to -reward_clip ... reward_clip; 0: no limit", ge=0)

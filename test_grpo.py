@@ -12,7 +12,7 @@ import statistics
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import grpo
@@ -22,10 +22,6 @@ from grpo import (
 )
 
 # ---- advantages ----------------------------------------------------------------------------------------------------
-
-
-def test_a_group_of_two_scores_plus_and_minus_one_over_root_two():
-    close(compute_group_advantages(torch.tensor([[0.0, 1.0]], dtype=torch.float64)), [[-(0.5**0.5), 0.5**0.5]], 1e-7)
 
 
 def close(actual, expected, tolerance=1e-10):
@@ -60,23 +56,34 @@ def advantages_by_hand(rewards, baseline, scale):
     return result
 
 
-REWARDS = [
-    [0.0, 1.0, 0.25, 0.5],
-    [1.3, 0.2, None, -0.7],
-    [0.7, 0.7, 0.7, 0.7],
-    [2.0, None, None, None],
-    [5.0, 5.0, -1.0, 5.0],
-    [0.0, 0.0, 0.0, -4.0],
-    [1.0, -1.0, 0.0, 0.0],
-]
+settings.register_profile("repeatable", derandomize=True, deadline=None)         # the same examples on every machine
+settings.load_profile("repeatable")
+BASELINE, SCALE = st.sampled_from([*BASELINES]), st.sampled_from([*SCALES])
 
 
-@pytest.mark.parametrize("baseline", BASELINES)
-@pytest.mark.parametrize("scale", SCALES)
-def test_advantages_equal_the_formula_by_hand(baseline, scale):
-    rewards = torch.tensor([[math.nan if r is None else r for r in row] for row in REWARDS], dtype=torch.float64)
-    actual = compute_group_advantages(rewards, baseline=baseline, scale=scale, epsilon=0.01)
-    close(actual, advantages_by_hand(REWARDS, baseline, scale))
+@st.composite
+def reward_groups(draw):
+    """(P, G) rewards in eighths, of which sums are exact, that repeat, so that ties come up; some are None."""
+    rows, columns = draw(st.integers(1, 4)), draw(st.integers(2, 6))
+    values = st.sampled_from([*draw(st.lists(st.integers(-800, 800).map(lambda n: n / 8), min_size=1, max_size=4)), None])
+    return draw(st.lists(st.lists(values, min_size=columns, max_size=columns), min_size=rows, max_size=rows))
+
+
+@settings(max_examples=400)
+@given(reward_groups(), BASELINE, SCALE)
+def test_advantages_equal_the_formula_by_hand(rewards, baseline, scale):
+    """Unscored completions are as good as not there, and siblings' advantages sum to 0 under baselines that promise it."""
+    tensor = torch.tensor([[math.nan if r is None else r for r in row] for row in rewards], dtype=torch.float64)
+    actual = compute_group_advantages(tensor, baseline=baseline, scale=scale, epsilon=0.01)
+    close(actual, advantages_by_hand(rewards, baseline, scale))
+    if baseline in CENTERED_BASELINES:
+        assert (actual.sum(dim=1).abs() <= 1e-9 * actual.abs().amax(dim=1).clamp(min=1)).all()
+
+
+@given(st.floats(-100, 100, width=32), st.integers(2, 64), BASELINE, SCALE, st.sampled_from([torch.float32, torch.float64, torch.bfloat16]))
+def test_any_tied_group_has_exactly_zero_advantage(reward, size, baseline, scale, dtype):
+    rewards = torch.full((1, size), reward, dtype=dtype)
+    assert (compute_group_advantages(rewards, baseline=baseline, scale=scale, global_mean=0.0) == 0).all()
 
 
 def test_ties_are_judged_relative_to_the_size_of_the_rewards():
@@ -85,76 +92,11 @@ def test_ties_are_judged_relative_to_the_size_of_the_rewards():
     assert tied.tolist() == [True, False, False, True, True, False]
 
 
-def test_lists_are_rewards_too():
-    rewards = [[1, 0, 0.5], [2, 2, 2]]
-    assert torch.equal(compute_group_advantages(rewards), compute_group_advantages(torch.tensor(rewards)))
-    assert compute_group_advantages([[1, 0]]).dtype == torch.float32
-
-
-# ---- laws that hold for any rewards --------------------------------------------------------------------------------
-
-settings.register_profile("repeatable", derandomize=True, deadline=None)         # the same examples on every machine
-settings.load_profile("repeatable")
-finite = st.floats(-100, 100, allow_nan=False, width=32)
-
-
-@st.composite
-def reward_groups(draw, unscored=True):
-    """(P, G) float64, from rewards that repeat, so that ties and near ties come up; some of them NaN."""
-    shape = draw(st.tuples(st.integers(1, 4), st.integers(2, 6)))
-    values = draw(st.lists(finite, min_size=1, max_size=4)) + [math.nan] * unscored
-    flat = draw(st.lists(st.sampled_from(values), min_size=math.prod(shape), max_size=math.prod(shape)))
-    return torch.tensor(flat, dtype=torch.float64).view(shape)
-
-
-variants = st.fixed_dictionaries({"baseline": st.sampled_from([*BASELINES]), "scale": st.sampled_from([*SCALES])})
-
-
-@given(reward_groups(), st.sampled_from(CENTERED_BASELINES), st.sampled_from([*SCALES]))
-def test_siblings_advantages_add_up_to_zero_under_baselines_that_promise_it(rewards, baseline, scale):
-    advantages = compute_group_advantages(rewards, baseline=baseline, scale=scale, epsilon=1e-3)
-    assert advantages.isfinite().all()
-    assert (advantages.sum(dim=1).abs() <= 1e-9 * advantages.abs().amax(dim=1).clamp(min=1)).all()
-
-
-@given(reward_groups(), variants.filter(lambda variant: variant["scale"] in ("group", "batch", "none")), st.floats(0.1, 10), st.floats(-50, 50))
-def test_advantages_do_not_depend_on_where_points_begin_and_only_unscaled_ones_on_their_unit(rewards, variant, unit, shift):
-    spread = rewards.nan_to_num(-math.inf).amax(dim=1) - rewards.nan_to_num(math.inf).amin(dim=1)
-    assume(((spread <= 0) | (spread > 1e-2)).all())       # neither side of the border at which a group counts as tied
-    before = compute_group_advantages(rewards, **variant, epsilon=0.0)
-    after = compute_group_advantages(rewards * unit + shift, **variant, epsilon=0.0)
-    close(after, before * (unit if variant["scale"] == "none" else 1.0), 1e-6)
-
-
-@given(reward_groups(), variants, st.randoms())
-def test_siblings_and_groups_in_another_order_have_the_same_advantages(rewards, variant, random):
-    p, g = (random.sample(range(n), n) for n in rewards.shape)
-    close(compute_group_advantages(rewards[p][:, g], **variant), compute_group_advantages(rewards, **variant)[p][:, g], 1e-9)
-
-
-@given(reward_groups(), variants)
-def test_a_completion_that_could_not_be_scored_is_as_good_as_not_there(rewards, variant):
-    assume(variant["baseline"] != "global_mean" and variant["scale"] != "batch")
-    advantages = compute_group_advantages(rewards, **variant)
-    for row, out in zip(rewards, advantages):
-        scored = ~row.isnan()
-        assert (out[~scored] == 0).all()
-        if scored.sum() >= 2:
-            close(out[scored], compute_group_advantages(row[scored][None], **variant)[0], 1e-9)
-
-
-@given(finite, st.integers(2, 64), variants, st.sampled_from([torch.float32, torch.float64, torch.bfloat16]))
-def test_any_tied_group_has_exactly_zero_advantage(reward, size, variant, dtype):
-    rewards = torch.full((1, size), reward, dtype=dtype)
-    assert (compute_group_advantages(rewards, **variant, epsilon=1e-8, global_mean=0.0) == 0).all()
-
-
 def test_a_running_mean_takes_the_place_of_the_batchs():
     rewards = torch.tensor([[0.0, 1.0], [3.0, 4.0], [2.0, 2.0]])
     advantages = compute_group_advantages(rewards, baseline="global_mean", scale="none", global_mean=0.25)
     close(advantages, [[-0.25, 0.75], [2.75, 3.75], [0.0, 0.0]], 1e-7)
-    close(compute_group_advantages(rewards, baseline="global_mean", scale="none"), [[-2.0, -1.0], [1.0, 2.0], [0.0, 0.0]], 1e-7)
-    close(compute_group_advantages(rewards, global_mean=0.25), compute_group_advantages(rewards), 0)
+    assert compute_group_advantages(rewards, global_mean=0.25).equal(compute_group_advantages([[0, 1], [3, 4], [2, 2]])), "not that of a group"
 
 
 @pytest.mark.parametrize("rewards", [[0.8, 0.5, 0.9, 0.6], torch.zeros(4, 1), torch.zeros(2, 2, 2)])
@@ -228,7 +170,7 @@ CLIPS = dict(clip_low=CLIP_LOW, clip_high=CLIP_HIGH)
 
 
 def assert_equal_by_hand(batch, loss_type, **options):
-    """Value and gradient against a loop over tokens, each alone."""
+    """Value and gradient against a loop over tokens, each alone. clip_fraction is 1 without a gradient or with a capped weight."""
     logp, old_logp, advantages, mask = batch
     total, weights = 0.0 * logp.sum(), weights_by_hand(mask, LOSSES[loss_type].aggregation)
     for row in range(len(mask)):
@@ -242,7 +184,9 @@ def assert_equal_by_hand(batch, loss_type, **options):
     close(loss, total)
     (ours,), (by_hand,) = torch.autograd.grad(loss, logp), torch.autograd.grad(total, logp)
     close(ours, by_hand)
-    return loss, ours, stats
+    removed = (logp - old_logp).exp() > 1 + CLIP_HIGH if loss_type in ("cispo", "scale_rl") else ours == 0
+    assert stats["clip_fraction"].equal((removed & mask).float())
+    return loss, stats
 
 
 @pytest.mark.parametrize("token_level", [False, True])
@@ -262,8 +206,7 @@ def test_each_option_of_a_loss_is_that_of_its_formula(loss_type, option):
     other, tells = (default + (low if default > low else min(high, 2 * default + 1))) / 2, False
     for seed in range(6):
         batch = far_off_policy(seed, token_level=True)
-        before, *_ = assert_equal_by_hand(batch, loss_type)
-        after, *_ = assert_equal_by_hand(batch, loss_type, **{option: other})
+        before, after = (assert_equal_by_hand(batch, loss_type, **options)[0] for options in ({}, {option: other}))
         tells |= bool(before != after)
     assert tells
 
@@ -279,18 +222,8 @@ def test_the_dual_clip_equals_its_formula_and_bounds_what_the_first_one_lets_thr
     logp, old_logp, advantages, mask = toy_batch(seed=4)
     advantages = advantages.abs() * torch.tensor([[-1.0], [-1.0], [-1.0], [1.0]])
     batch = logp, old_logp - 1, advantages, mask          # ratios around e: with a negative advantage nothing else stops them
-    single, double = (assert_equal_by_hand(batch, loss_type, **options)[2]["clip_fraction"] for options in ({}, dict(dual_clip=2.5)))
+    single, double = (assert_equal_by_hand(batch, loss_type, **options)[1]["clip_fraction"] for options in ({}, dict(dual_clip=2.5)))
     assert 0 < single.sum() < double.sum()
-
-
-@pytest.mark.parametrize("loss_type,options", [
-    *((name, {}) for name in LOSSES), *((name, dict(dual_clip=1.5)) for name, loss in LOSSES.items() if "dual_clip" in loss.bounds)])
-def test_the_clip_fraction_counts_tokens_without_gradient_or_with_a_capped_weight(loss_type, options):
-    batch = logp, old_logp, _, mask = far_off_policy(8, token_level=False)
-    _, gradient, stats = assert_equal_by_hand(batch, loss_type, **options)
-    removed = (logp - old_logp).exp() > 1 + CLIP_HIGH if loss_type in ("cispo", "scale_rl") else gradient == 0
-    assert (removed & mask).any() or loss_type in ("reinforce", "sapo")
-    assert stats["clip_fraction"].equal((removed & mask).float())
 
 
 def test_no_gradient_flows_through_weights_statistics_or_generalized_advantages():
@@ -342,12 +275,14 @@ def test_importance_weights_by_hand_multiply_a_tokens_loss_when_they_multiply_it
 
 
 @pytest.mark.parametrize("loss_type", LOSSES)
-def test_a_ratio_beyond_all_bounds_stays_finite(loss_type):
-    logp, mask = torch.tensor([[-1.0, -2.0]], requires_grad=True), torch.ones(1, 2, dtype=torch.bool)
-    for gap, advantage in itertools.product([1e4, -1e4], [1.0, -1.0, 0.0]):
+def test_a_ratio_beyond_all_bounds_stays_finite_and_without_tokens_loss_and_gradient_are_0(loss_type):
+    logp = torch.tensor([[-1.0, -2.0]], requires_grad=True)
+    for gap, advantage, chosen in itertools.product([1e4, -1e4], [1.0, -1.0, 0.0], [True, False]):
+        mask = torch.full((1, 2), chosen)
         loss, _ = policy_loss(logp, logp.detach() + gap, torch.tensor([advantage]), mask, loss_type=loss_type)
         (gradient,) = torch.autograd.grad(loss, logp)
         assert loss.isfinite() and gradient.isfinite().all(), f"{gap} {advantage}"
+        assert chosen or (loss == 0 and not gradient.any())
 
 
 @pytest.mark.parametrize("loss_type,A,gap,loss", [
@@ -379,17 +314,6 @@ def test_weights_equal_their_formulas_and_those_of_minibatches_that_split_a_grou
 
 
 @pytest.mark.parametrize("loss_type", LOSSES)
-def test_micro_batches_add_up_to_the_gradient_of_the_whole(loss_type):
-    logp, old_logp, advantages, mask = toy_batch(seed=1)
-    policy_loss(logp, old_logp, advantages, mask, loss_type=loss_type)[0].backward()
-    whole, logp.grad = logp.grad, None
-    weights = token_weights(mask, LOSSES[loss_type].aggregation).masked_fill(~mask, 9.0)         # padding does not count
-    for rows in torch.tensor([0]), torch.tensor([3, 1, 2]):
-        policy_loss(logp[rows], old_logp[rows], advantages[rows], mask[rows], weights[rows], loss_type=loss_type)[0].backward()
-    close(logp.grad, whole, 1e-12)
-
-
-@pytest.mark.parametrize("loss_type", LOSSES)
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 1e30])
 def test_what_stands_in_the_padding_changes_nothing(loss_type, garbage):
     logp, old_logp, advantages, mask = toy_batch(seed=2, masked_value=0.0)
@@ -411,26 +335,6 @@ def test_on_the_first_step_the_gradient_is_reinforce(loss_type):
     loss.backward()
     close(logp.grad, -advantages * mask / mask.sum(), 1e-7)
     assert not stats["clip_fraction"].any() and not stats["ratio_deviation"].any()
-
-
-def test_the_clip_stops_tokens_that_left_the_trust_region_in_the_direction_of_their_advantage():
-    ratio = torch.tensor([[1.5, 1.5, 0.5, 0.5, 1.1]], dtype=torch.float64)
-    advantages = torch.tensor([[1.0, -1.0, 1.0, -1.0, 1.0]], dtype=torch.float64)
-    logp, mask = ratio.log().requires_grad_(), torch.ones(1, 5, dtype=torch.bool)
-    loss, stats = policy_loss(logp, torch.zeros_like(logp), advantages, mask)
-    loss.backward()
-    assert (logp.grad[0] == 0).tolist() == [True, False, False, True, False]
-    assert stats["clip_fraction"].tolist() == [[1, 0, 0, 1, 0]]
-    close(stats["ratio_deviation"], [[0.5, 0.5, 0.5, 0.5, 0.1]])
-    close(stats["approx_kl"], [[r - 1 - math.log(r) for r in (1.5, 1.5, 0.5, 0.5, 1.1)]])
-
-
-def test_a_fully_masked_micro_batch_has_a_loss_of_zero_that_can_be_differentiated():
-    logp, old_logp, advantages, mask = toy_batch()
-    for loss_type in LOSSES:
-        loss, _ = policy_loss(logp, old_logp, advantages, torch.zeros_like(mask), loss_type=loss_type)
-        loss.backward()
-        assert loss == 0 and (logp.grad == 0).all()
 
 
 def test_other_names_options_and_shapes_are_refused():
@@ -569,19 +473,6 @@ def test_gae_equals_its_formulas_and_steps_over_tokens_of_others(gamma, lam):
     advantages, returns = generalized_advantage_estimation(rewards, values, mask, gamma=gamma, lam=lam)
     close(advantages, gae_by_hand(rewards.tolist(), values.tolist(), mask.tolist(), gamma, lam), 1e-12)
     close(returns, torch.where(mask, advantages + values, 0.0), 1e-12)
-
-
-def test_gae_with_lambda_one_is_return_minus_value_and_with_lambda_zero_the_td_error():
-    torch.manual_seed(1)
-    rewards, values = torch.randn(2, 2, 5, dtype=torch.float64)
-    mask = torch.ones(2, 5, dtype=torch.bool)
-    to_go = rewards.flip(1).cumsum(1).flip(1)
-    close(generalized_advantage_estimation(rewards, values, mask, gamma=1.0, lam=1.0)[0], to_go - values, 1e-12)
-    following = torch.cat([values[:, 1:], torch.zeros(2, 1)], dim=1)
-    td_error = rewards + 0.9 * following - values
-    close(generalized_advantage_estimation(rewards, values, mask, gamma=0.9, lam=0.0)[0], td_error, 1e-12)
-    of_one_token = generalized_advantage_estimation(rewards[:, :1], values[:, :1], mask[:, :1])
-    close(of_one_token[0], rewards[:, :1] - values[:, :1], 1e-12)
 
 
 def test_value_loss_by_hand_and_its_gradient_stops_outside_the_clip():

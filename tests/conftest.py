@@ -1,23 +1,16 @@
-"""Small models of six architectures, with random weights large enough that every logit matters."""
+"""Small models of many architectures, with random weights large enough that every logit matters; runs and what they leave."""
 
 import platform
 import signal
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, Gemma3Config, Gemma3ForCausalLM, Gemma3ForConditionalGeneration,
-    Gemma3TextConfig, Gemma4Config, Gemma4ForCausalLM, Gemma4ForConditionalGeneration, Gemma4TextConfig, Glm4MoeConfig, Glm4MoeForCausalLM, GPT2Config, GPT2LMHeadModel, GptOssConfig, GptOssForCausalLM, GraniteConfig,
-    GraniteForCausalLM, Lfm2Config, Lfm2ForCausalLM,
-    LlamaConfig, LlamaForCausalLM, Ministral3Config, Ministral3ForCausalLM, Mistral3Config, Mistral3ForConditionalGeneration,
-    MistralConfig, MistralForCausalLM, Olmo3Config, Olmo3ForCausalLM, Phi3Config, Phi3ForCausalLM, Qwen3_5Config,
-    Qwen3_5ForCausalLM, Qwen3_5ForConditionalGeneration, Qwen3_5TextConfig, Qwen3Config, Qwen3ForCausalLM,
-    Qwen3MoeConfig, Qwen3MoeForCausalLM, SmolLM3Config, SmolLM3ForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 import train
 from config import Config, GRPOConfig, ModelConfig
@@ -49,110 +42,84 @@ SIZES = dict(
     hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
     vocab_size=263, pad_token_id=0, eos_token_id=1, bos_token_id=2, initializer_range=0.3,
 )
+NO_HEAD_DIM = {name: value for name, value in SIZES.items() if name != "head_dim"}
+EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=16)
+IN_TURN = dict(sliding_window=5, layer_types=["sliding_attention", "full_attention"])
+LINEAR_ATTENTION = dict(
+    linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8,
+    layer_types=["linear_attention", "full_attention"])
 
 
-def build_gpt2():
-    sizes = dict(n_embd=32, n_layer=2, n_head=4, n_positions=256, vocab_size=263, initializer_range=0.3)
-    return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=1, eos_token_id=1))  # one id for both, dropout 0.1
+def build(model_type, sizes=SIZES, **options):
+    """A model of transformers; with towers for images or sound if its configuration has a text_config."""
+    kind = AutoModelForImageTextToText if "text_config" in options else AutoModelForCausalLM
+    return kind.from_config(AutoConfig.for_model(model_type, **sizes, **options))
+
+
+def gemma4_text(**options):
+    """Heads of another size in full attention, per-layer embeddings; windows shorter than the prompts."""
+    rope = {name: {"rope_type": "default", "rope_theta": 1e4} for name in ("sliding_attention", "full_attention")}
+    return dict(
+        num_hidden_layers=4, sliding_window=5, layer_types=["sliding_attention", "full_attention"] * 2, global_head_dim=16,
+        hidden_size_per_layer_input=8, vocab_size_per_layer_input=263, rope_parameters=rope, **{"num_kv_shared_layers": 0, **options})
+
+
+def gemma4(**options):
+    return build("gemma4_text", SIZES | gemma4_text(**options))
 
 
 ARCHITECTURES = {
     # Windows shorter than the prompts; Gemma 2 with soft caps on attention scores and logits, which only eager attention has.
-    "gemma2": lambda: Gemma2ForCausalLM(Gemma2Config(
-        **SIZES, sliding_window=5, query_pre_attn_scalar=8, final_logit_softcapping=10.0, attn_logit_softcapping=5.0)),
-    "gemma3": lambda: Gemma3ForCausalLM(Gemma3TextConfig(
-        **SIZES, sliding_window=5, query_pre_attn_scalar=8, layer_types=["sliding_attention", "full_attention"])),
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES)),
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
-    "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=5)),
-    "gpt2": build_gpt2,
+    "gemma2": partial(
+        build, "gemma2", sliding_window=5, query_pre_attn_scalar=8, final_logit_softcapping=10.0, attn_logit_softcapping=5.0),
+    "gemma3": partial(build, "gemma3_text", **IN_TURN, query_pre_attn_scalar=8),
+    "qwen3": partial(build, "qwen3"),
+    "llama": partial(build, "llama"),
+    "mistral": partial(build, "mistral", sliding_window=5),
+    "gpt2": partial(                                      # one id for both, dropout 0.1
+        build, "gpt2", {}, n_embd=32, n_layer=2, n_head=4, n_positions=256, vocab_size=263, initializer_range=0.3,
+        bos_token_id=1, eos_token_id=1),
 }
-
-
-def gemma4_config(**options):
-    """Heads of another size in full attention, per-layer embeddings; windows shorter than the prompts."""
-    rope = {name: {"rope_type": "default", "rope_theta": 1e4} for name in ("sliding_attention", "full_attention")}
-    sizes = SIZES | dict(num_hidden_layers=4, sliding_window=5, layer_types=["sliding_attention", "full_attention"] * 2)
-    return Gemma4TextConfig(
-        **sizes, global_head_dim=16, hidden_size_per_layer_input=8, vocab_size_per_layer_input=263, rope_parameters=rope,
-        **{"num_kv_shared_layers": 0, **options},
-    )
-
-
-def build_gemma4(**options):
-    return Gemma4ForCausalLM(gemma4_config(**options))
-
-
-NO_HEAD_DIM = {name: value for name, value in SIZES.items() if name != "head_dim"}
-EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=16)
-LINEAR_ATTENTION = dict(
-    linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8,
-    layer_types=["linear_attention", "full_attention"])
 CURRENT_ARCHITECTURES = {
-    "gemma4": build_gemma4,
-    "gemma4_shared_keys": lambda: build_gemma4(num_kv_shared_layers=2),
-    "gemma4_experts": lambda: build_gemma4(
-        enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=16),
-    "qwen3_moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **EXPERTS, num_experts=4)),
-    "gpt_oss": lambda: GptOssForCausalLM(GptOssConfig(
-        **SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=5)),
+    "gemma4": gemma4,
+    "gemma4_shared_keys": partial(gemma4, num_kv_shared_layers=2),
+    "gemma4_experts": partial(gemma4, enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=16),
+    "qwen3_moe": partial(build, "qwen3_moe", **EXPERTS, num_experts=4),
+    "gpt_oss": partial(build, "gpt_oss", num_local_experts=4, num_experts_per_tok=2, sliding_window=5),
     # A dense first layer, and an expert for every token: their linear layers are named as those of experts once were.
-    "glm4_moe": lambda: Glm4MoeForCausalLM(Glm4MoeConfig(
-        **SIZES, **EXPERTS, n_routed_experts=4, first_k_dense_replace=1, n_group=1, topk_group=1)),
-    "olmo3": lambda: Olmo3ForCausalLM(Olmo3Config(
-        **SIZES, sliding_window=5, layer_types=["sliding_attention", "full_attention"])),
-    "smollm3": lambda: SmolLM3ForCausalLM(SmolLM3Config(**SIZES)),
-    "granite": lambda: GraniteForCausalLM(GraniteConfig(**NO_HEAD_DIM)),
-    "phi3": lambda: Phi3ForCausalLM(Phi3Config(**NO_HEAD_DIM)),
-    "ministral3": lambda: Ministral3ForCausalLM(Ministral3Config(**SIZES)),
+    "glm4_moe": partial(build, "glm4_moe", **EXPERTS, n_routed_experts=4, first_k_dense_replace=1, n_group=1, topk_group=1),
+    "olmo3": partial(build, "olmo3", **IN_TURN),
+    "smollm3": partial(build, "smollm3"),
+    "granite": partial(build, "granite", NO_HEAD_DIM),
+    "phi3": partial(build, "phi3", NO_HEAD_DIM),
+    "ministral3": partial(build, "ministral3"),
     # Layers that carry state from token to token: prompts are not shared.
-    "qwen3_5": lambda: Qwen3_5ForCausalLM(Qwen3_5TextConfig(**SIZES, **LINEAR_ATTENTION)),
-    "lfm2": lambda: Lfm2ForCausalLM(Lfm2Config(
-        **NO_HEAD_DIM, layer_types=["conv", "full_attention"], block_multiple_of=8)),
+    "qwen3_5": partial(build, "qwen3_5_text", **LINEAR_ATTENTION),
+    "lfm2": partial(build, "lfm2", NO_HEAD_DIM, layer_types=["conv", "full_attention"], block_multiple_of=8),
 }
-
-
-def build_gemma3_vision():
-    vision = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=16, patch_size=4)
-    text = Gemma3TextConfig(
-        **SIZES, sliding_window=5, query_pre_attn_scalar=8, layer_types=["sliding_attention", "full_attention"])
-    return Gemma3ForConditionalGeneration(Gemma3Config(
-        text_config=text, vision_config=vision, mm_tokens_per_image=4, boi_token_index=260, eoi_token_index=261,
-        image_token_index=262, initializer_range=0.3))
-
-
-def build_gemma4_vision_audio():
-    vision = dict(
-        hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, head_dim=8,
-        patch_size=4, position_embedding_size=16)
-    audio = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, subsampling_conv_channels=[4, 4], output_proj_dims=16)
-    return Gemma4ForConditionalGeneration(Gemma4Config(
-        text_config=gemma4_config(tie_word_embeddings=False), vision_config=vision, audio_config=audio, initializer_range=0.3,
-        tie_word_embeddings=False))
-
-
-def build_mistral3_vision():
-    """The class of Ministral 3's checkpoints; transformers has none for its text alone under this configuration."""
-    vision = dict(
-        model_type="pixtral", hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, head_dim=8,
-        image_size=16, patch_size=4)
-    return Mistral3ForConditionalGeneration(Mistral3Config(
-        text_config=SIZES | dict(model_type="ministral3"), vision_config=vision, image_token_index=260, initializer_range=0.3))
-
-
-def build_qwen3_5_vision():
-    """The class of Qwen 3.5's checkpoints, of which transformers loads the text model alone."""
-    vision = dict(
-        depth=1, hidden_size=16, intermediate_size=32, num_heads=2, patch_size=4, out_hidden_size=32, num_position_embeddings=16)
-    return Qwen3_5ForConditionalGeneration(Qwen3_5Config(
-        text_config=SIZES | LINEAR_ATTENTION, vision_config=vision, image_token_id=260, video_token_id=261,
-        vision_start_token_id=259, vision_end_token_id=258, initializer_range=0.3))
-
-
+TOWER = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, patch_size=4)
 WITH_TOWERS = {
-    "gemma3_vision": build_gemma3_vision, "gemma4_vision_audio": build_gemma4_vision_audio,
-    "mistral3_vision": build_mistral3_vision,
+    "gemma3_vision": partial(
+        build, "gemma3", {}, text_config=SIZES | IN_TURN | dict(query_pre_attn_scalar=8),
+        vision_config=TOWER | dict(num_hidden_layers=2, image_size=16),
+        mm_tokens_per_image=4, boi_token_index=260, eoi_token_index=261, image_token_index=262, initializer_range=0.3),
+    "gemma4_vision_audio": partial(
+        build, "gemma4", {}, text_config=SIZES | gemma4_text(tie_word_embeddings=False),
+        vision_config=TOWER | dict(num_key_value_heads=2, head_dim=8, position_embedding_size=16),
+        audio_config=dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, subsampling_conv_channels=[4, 4], output_proj_dims=16),
+        initializer_range=0.3, tie_word_embeddings=False),
+    # The class of Ministral 3's checkpoints; transformers has none for its text alone under this configuration.
+    "mistral3_vision": partial(
+        build, "mistral3", {}, text_config=SIZES | dict(model_type="ministral3"),
+        vision_config=TOWER | dict(model_type="pixtral", head_dim=8, image_size=16), image_token_index=260, initializer_range=0.3),
 }
+# The class of Qwen 3.5's checkpoints, of which transformers loads the text model alone.
+QWEN3_5_VISION = partial(
+    build, "qwen3_5", {}, text_config=SIZES | LINEAR_ATTENTION,
+    vision_config=dict(depth=1, hidden_size=16, intermediate_size=32, num_heads=2, patch_size=4, out_hidden_size=32, num_position_embeddings=16),
+    image_token_id=260, video_token_id=261, vision_start_token_id=259, vision_end_token_id=258, initializer_range=0.3)
+MODELS = ARCHITECTURES | CURRENT_ARCHITECTURES | WITH_TOWERS | {"qwen3_5_vision": QWEN3_5_VISION}
+WITH_STATE = "qwen3_5", "qwen3_5_vision", "lfm2"          # prompts are not shared
 
 
 @pytest.fixture(scope="session")

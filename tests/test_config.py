@@ -61,6 +61,9 @@ def test_defaults_are_those_of_the_fields_and_a_profile_is_named():
     assert plain == Config.of(use_grpo=True) and plain.grpo == GRPOConfig() and (plain.training.learning_rate, plain.peak_learning_rate) == (0.0, 1e-6)
     assert Config.from_profile("demo", use_grpo=True) == parse_config(["--use_grpo"])
     assert parse_config([]) == Config.from_profile("demo_supervised")
+    with pytest.raises(ValueError, match="--kl_estimator=k1"):                   # the profile's is in the loss
+        Config.from_profile("conservative", use_grpo=True, use_kl_penalty=True, kl_estimator="k1")
+    assert Config.from_profile("guess_letter", use_grpo=True, max_turns=3).grpo.environment == "guess_letter"
     config = Config.from_profile("conservative", use_grpo=True, num_completions_per_prompt=4, batch_size=4)
     assert (config.grpo.num_completions_per_prompt, config.training.batch_size, config.training.learning_rate) == (4, 4, 1e-6)
     real = parse_config("--use_grpo --model_path some/model".split())
@@ -71,17 +74,14 @@ def test_defaults_are_those_of_the_fields_and_a_profile_is_named():
     ({"num_completions_per_prompt": "4"}, "must be int, not str"), ({"num_completions_per_prompt": 1}, "must be at least 2"),
     ({"use_kl_penalty": 1}, "must be bool, not int"), ({"generation_max_length": True}, "must be int, not bool"),
     ({"reward_weights": ["1"]}, r"=\['1'\]: must be list\[float\]"), ({"output_dir": 5}, "=5: must be str, not int"),
+    ({"reward_functions": [len]}, r".*pass Python objects to train\(config, reward_functions=...\)"),
+    ({"environment": len}, r".*pass Python objects to train\(config, environment=...\)"),
+    ({"reward_functions": len}, r".*pass Python objects to train\(config, reward_functions=...\)"),
     ({"precision": "fp16"}, "choose one of auto, float32, bfloat16, float16"), ({"batch_size": None}, "must be int, not NoneType"),
 ])
 def test_a_value_of_a_wrong_type_or_an_unknown_choice_is_rejected(bad, message):
     with pytest.raises(ValueError, match=f"^--{next(iter(bad))}.*{message}"):
         Config.of(**bad)
-
-
-def test_python_objects_in_a_section_are_answered_with_their_place():
-    for bad in dict(reward_functions=[len]), dict(environment=len), dict(reward_functions=len):
-        with pytest.raises(ValueError, match=rf"pass Python objects to train\(config, {next(iter(bad))}=...\)"):
-            GRPOConfig(**bad)
 
 
 def test_a_run_that_python_resumes_has_its_settings_and_those_that_differ_from_the_defaults(tmp_path):
@@ -108,12 +108,6 @@ def test_settings_of_a_run_are_read_as_data_whatever_they_begin_with(name, value
     for flags in given:
         sections = parse_config(flags).as_dict().values()
         assert [section[name] for section in sections if name in section] == [value], flags
-
-
-def test_incompatible_flags_are_rejected_with_the_values_of_the_profile():
-    with pytest.raises(ValueError, match="--kl_estimator=k1"):                   # that of conservative is in the loss
-        Config.from_profile("conservative", use_grpo=True, use_kl_penalty=True, kl_estimator="k1")
-    assert Config.from_profile("guess_letter", use_grpo=True, max_turns=3).grpo.environment == "guess_letter"
 
 
 def test_with_vllm_tokens_are_weighted():

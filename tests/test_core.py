@@ -10,11 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from project_files import ROOT
 
 from config import ModelConfig
-from model import ValueHead, load_policy
+from model import load_policy
 
 CORE = ["policy", "grpo", "logprobs", "sample", "rewards", "data", "guards", "model", "experience", "config"]
 LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "transformers", "tokenizers"}
@@ -95,12 +94,10 @@ def test_the_sandbox_works_beside_other_files_and_misses_its_list_when_it_is_imp
 
 
 def test_core_files_import_core_files_and_libraries_alone():
-    found = {name: imports_of(name) - LIBRARIES for name in CORE}
-    assert found == {
-        "grpo": set(), "rewards": set(), "logprobs": set(), "data": {"guards"}, "guards": set(), "config": {"grpo"}, "sample": {"data", "logprobs"}, "model": {"rewards"},
-        "experience": {"grpo", "logprobs", "rewards", "sample"}, "policy": {"logprobs", "sample"},
-    }
-    assert imports_of("data") | imports_of("guards") <= {*sys.stdlib_module_names, "guards"} and imports_of("grpo") <= {*sys.stdlib_module_names, "torch"}
+    """Which ones: test_layout.py. data.py and guards.py, which others copy alone, need no library, grpo.py torch."""
+    for name in CORE:
+        allowed = {"data": {"guards"}, "guards": set(), "grpo": {"torch"}}.get(name, LIBRARIES | {*CORE})
+        assert imports_of(name) <= {*sys.stdlib_module_names} | allowed, name
 
 
 @pytest.mark.parametrize("options,message", [
@@ -110,10 +107,6 @@ def test_core_files_import_core_files_and_libraries_alone():
 def test_what_the_core_cannot_load_is_refused_in_one_line(options, message):
     with pytest.raises(ValueError, match=f"^{message}.*$"):
         load_policy(ModelConfig(**options))
-
-
-def test_values_are_0_before_a_value_head_is_trained():
-    assert ValueHead(128)(torch.ones(2, 128)).tolist() == [0.0, 0.0]
 
 
 def copy(files: list[str], folder: Path) -> None:

@@ -106,23 +106,19 @@ def test_a_prompt_that_comes_up_again_in_a_round_is_answered_anew(base):
     assert set(first) == set(second) and all(first[prompt] != second[prompt] for prompt in first)
 
 
-def test_with_gdpo_a_group_of_equal_scores_may_have_a_signal(base):
-    run = with_settings(base, reward_combination="gdpo", reward_functions=["a", "b"], reward_weights=[1.0, 0.5])
-    per_function = {"a": torch.tensor([[1.0, 0.0, 1.0, 0.0]]).double(), "b": torch.tensor([[0.0, 2.0, 0.0, 2.0]]).double()}
-    scores = torch.ones(1, 4).double()
-    groups = Groups([{}], None, scores, per_function, shaped_rewards(run.config.grpo, scores, per_function))
-    assert not without_signal(run, groups).any() and without_signal(with_settings(run, reward_combination="sum"), groups).all()
+PER_FUNCTION = {"a": [[1.0, 0.0, 1.0, 0.0], [-1.0, 0.0, 0.0, 0.0]], "b": [[0.0, 2.0, 0.0, 2.0], [0.0] * 4]}
 
 
-def test_a_group_has_no_signal_where_the_advantages_that_are_used_are_0(base):
-    """Those of a group with a mean of at most 0, if they are divided by it."""
-    rewards = torch.tensor([[-1.0, 0.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]])
-    for scale, expected in ("mean", [True, False]), ("group", [False, False]):
-        run = with_settings(base, advantage_scale=scale)
-        groups = Groups([{}, {}], None, rewards, {}, rewards)
-        assert without_signal(run, groups).tolist() == expected
-        groups.advantages = train.group_advantages(run, groups)
-        assert groups.zero_variance.tolist() == expected
+@pytest.mark.parametrize("settings,expected", [
+    (dict(reward_combination="gdpo"), [False, False]), ({}, [True, False]), (dict(advantage_scale="mean"), [True, True])])
+def test_a_group_has_no_signal_where_the_advantages_that_are_used_are_0(base, settings, expected):
+    """Equal scores of unequal functions have one with gdpo; groups with a mean of at most 0 have none if they are divided by it."""
+    run = with_settings(base, reward_functions=["a", "b"], reward_weights=[1.0, 0.5], **settings)
+    per_function = {name: torch.tensor(points).double() for name, points in PER_FUNCTION.items()}
+    scores = per_function["a"] + 0.5 * per_function["b"]
+    groups = Groups([{}, {}], None, scores, per_function, shaped_rewards(run.config.grpo, scores, per_function))
+    groups.advantages = train.group_advantages(run, groups)
+    assert without_signal(run, groups).tolist() == groups.zero_variance.tolist() == expected
 
 
 def test_the_global_mean_runs_over_the_run_of_clipped_rewards(base):
@@ -160,14 +156,6 @@ def test_minibatches_take_every_row_once_an_epoch_in_a_new_order_with_groups_tog
     assert [rows.tolist() for rows in minibatches(with_settings(base).config.grpo, 16, seed=0)] == [list(range(16))]
 
 
-def test_every_step_orders_its_minibatches_anew(base, monkeypatch):
-    run, seeds = with_settings(base, minibatch_size=8), []
-    monkeypatch.setattr(train, "minibatches", lambda config, rows, seed: seeds.append(seed) or minibatches(config, rows, seed))
-    for _ in range(2):
-        train.grpo_training_step(run, next(run.batches))
-    assert len(set(seeds)) == 2
-
-
 def numbers(*rows):
     return torch.tensor(rows)
 
@@ -200,13 +188,8 @@ def test_points_of_turns_stand_at_their_ends_and_what_is_left_at_the_last_token(
         every = expected[mask]
         expected = torch.where(mask, (expected - every.mean()) / every.std(), 0.0)
     torch.testing.assert_close(advantages, expected)
-
-
-def test_one_token_alone_is_not_scaled():
-    """A standard deviation needs two."""
-    mask = torch.tensor([[True, False]])
-    advantages, _ = token_advantages(GRPOConfig(), numbers([3.0]), torch.zeros(1, 2), numbers([1.0, 0.0]), mask)
-    assert advantages.tolist() == [[2.0, 0.0]]
+    alone = token_advantages(config, numbers([3.0]), torch.zeros(1, 2), numbers([1.0, 0.0]), torch.tensor([[True, False]]))[0]
+    assert alone.tolist() == [[2.0, 0.0]], "a standard deviation needs two"
 
 
 def policy_of(logp, values=None, same_arithmetic=True):

@@ -66,13 +66,6 @@ def load_with_batch(name, run, experience):
     return idea, replace(batch, extra=idea.columns(run, experience, batch))
 
 
-def assert_term(expected, term, idea, run, batch):
-    """A term of the loss has this value, in micro-batches of any size."""
-    for run.policy.max_tokens in 2048, 70, 1:
-        found = run.policy.forward_backward(batch, partial(idea.loss, run.config.grpo))[term]
-        assert found == pytest.approx(expected, rel=1e-4), run.policy.max_tokens
-
-
 def values_of_right(batch, x):
     """The values (b, T) at the tokens of each right completion, as lists."""
     right = [len(batch.rollout.completions[row]) % 2 == 1 for row in batch.rows.tolist()]
@@ -107,16 +100,17 @@ def test_ipo_drops_tokens_that_have_moved_in_either_direction():
             Config.of(use_grpo=True, loss_type="ipo", **flags)
 
 
-def test_the_entropy_bonus_is_a_mean_over_right_completions_of_the_mean_entropy_of_each(stepped):
-    run, (idea, batch) = stepped[0], load_with_batch("entropy_bonus", *stepped)
-    means = map(statistics.mean, values_of_right(batch, run.policy.log_probs(batch.rollout, ROWS).entropy))
-    assert_term(-0.01 * statistics.mean(means), "entropy_bonus", idea, run, batch)
-
-
-def test_the_likelihood_term_is_a_mean_over_the_tokens_of_right_completions(stepped):
-    run, (idea, batch) = stepped[0], load_with_batch("nll_of_right", *stepped)
-    logp = [x for row in values_of_right(batch, run.policy.log_probs(batch.rollout, ROWS).logp) for x in row]
-    assert_term(-0.1 * statistics.mean(logp), "nll_of_right", idea, run, batch)
+def test_terms_of_right_completions_are_a_mean_of_the_mean_entropy_of_each_and_a_mean_over_their_tokens(stepped):
+    run = stepped[0]
+    for name, expected in (
+        ("entropy_bonus", lambda now, batch: -0.01 * statistics.mean(map(statistics.mean, values_of_right(batch, now.entropy)))),
+        ("nll_of_right", lambda now, batch: -0.1 * statistics.mean(x for row in values_of_right(batch, now.logp) for x in row)),
+    ):
+        idea, batch = load_with_batch(name, *stepped)
+        expected = expected(run.policy.log_probs(batch.rollout, ROWS), batch)
+        for run.policy.max_tokens in 2048, 70, 1:         # micro-batches of any size
+            found = run.policy.forward_backward(batch, partial(idea.loss, run.config.grpo))[name]
+            assert found == pytest.approx(expected, rel=1e-4), (name, run.policy.max_tokens)
 
 
 def test_the_length_reward_is_that_of_the_paper_within_the_group():

@@ -12,7 +12,7 @@ from conftest import PROMPTS
 
 from config import GRPOConfig
 from data import encode_prompt
-from engine import cache, make_engine, sampler
+from engine import make_engine, sampler
 from engine.device_policy import DevicePolicy
 from engine.shared import Shared
 from engine.vllm_engine import VLLM
@@ -135,50 +135,6 @@ def test_the_ends_of_the_unit_interval_draw_possible_tokens(draw):
     torch.testing.assert_close(logp, torch.tensor([0.5] * 4).log())
 
 
-@pytest.mark.parametrize("pad", [1, 50])
-def test_pad_may_be_a_stop_id_or_a_token_that_is_sampled(model, tokenizer, pad, settings):
-    """Pad equal to EOS, and pad equal to an ordinary byte: the numbers still agree, for masks do not look at ids."""
-    import copy
-
-    tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.pad_token = tokenizer.convert_ids_to_tokens(pad)
-    with torch.no_grad():
-        model.get_output_embeddings().weight[50] *= 3
-    everything = dict(generation_top_p=1.0, generation_top_k=0, generation_temperature=1.5)
-    config = replace(settings, **everything, num_completions_per_prompt=16)
-    engine = make_engine("shared", model, tokenizer)
-    rollout = engine.sample(PROMPTS, config, seeds=0)
-    if pad == 50:
-        assert (rollout.completion_ids == 50)[rollout.completion_mask].any(), "the pad token was sampled"
-    trained = engine.log_probs(rollout)
-    assert (rollout.sampling_logp - trained.logp).abs().max() < 1e-4
-
-
-def test_the_same_completion_alone_in_a_batch_and_after_others_have_finished(engine, monkeypatch):
-    engine.model.generation_config.eos_token_id = list(range(1, 30))             # rows end at different times
-    config = GRPOConfig(num_completions_per_prompt=4, generation_max_length=30, generation_top_k=0, generation_top_p=1.0)
-    together = engine.sample(PROMPTS, config, seeds=7)
-    assert len(set(together.completion_mask.sum(1).tolist())) > 3
-    assert together.completions[4:8] != together.completions[12:], "the same prompt, with another number"
-    for i, prompt in enumerate(PROMPTS):
-        alone = engine.sample([prompt], config, seeds=[(7, i)])
-        assert alone.completions == together.completions[4 * i : 4 * i + 4]
-    monkeypatch.setitem(sampler.INITIAL_CAPACITY, "cpu", 5)
-    monkeypatch.setattr(cache, "COLUMNS_AT_ONCE", 4)
-    at_once, queued = (engine.sample(
-        PROMPTS * 2, replace(config, generation_batch_size=size), seeds=7, num_completions=1) for size in (8, 3))
-    assert queued.completions == at_once.completions      # some begin while others are long
-    torch.testing.assert_close(queued.sampling_logp, at_once.sampling_logp, atol=1e-5, rtol=1e-5)
-    for steps in 3, 100:                                  # between two looks at which rows have ended
-        monkeypatch.setitem(sampler.TOKENS_BETWEEN_CHECKS, "cpu", steps)
-        seldom = engine.sample(PROMPTS, config, seeds=7)
-        assert torch.equal(seldom.completion_ids, together.completion_ids) and torch.equal(seldom.completion_mask, together.completion_mask)
-        torch.testing.assert_close(seldom.sampling_logp, together.sampling_logp, atol=1e-5, rtol=1e-5)
-    other_seed = engine.sample(PROMPTS, config, seeds=8)
-    assert other_seed.completions != together.completions
-    assert len(set(together.completions)) > 6, "siblings differ"
-
-
 def test_a_callers_config_may_have_the_five_usual_settings_alone(engine, settings):
     usual = "num_completions_per_prompt generation_max_length generation_temperature generation_top_k generation_top_p".split()
     theirs = engine.sample(PROMPTS, SimpleNamespace(**{name: getattr(settings, name) for name in usual}), 0)
@@ -205,44 +161,43 @@ class Traced(Rollout):
     levels: dict = field(default_factory=dict)            # name -> (P,)
 
 
+def traced(groups, with_turns):
+    """The rollout of groups, (number, length of the prompt, lengths of completions): ids are numbers that tell them apart."""
+    prompts = [list(range(first, first + length)) for first, length, _ in groups]
+    ids = [[first + 10 * row + t for t in range(n)] for first, _, lengths in groups for row, n in enumerate(lengths)]
+    completions, mask, texts = pad_rows(ids), pad_rows([[True] * len(row) for row in ids]), [str(row) for row in ids]
+    return Traced(
+        *left_pad(prompts, 0), completions, mask, -completions / 4, mask[:, 0], texts, {"top_k": 5}, completions / 8 if with_turns else None,
+        hidden=completions / 2, notes=[[text] for text in texts], levels={"hard": torch.tensor([length for _, length, _ in groups])})
+
+
+def assert_equal_but_for_padding(found, expected):
+    for name, value in vars(expected).items():
+        other = getattr(found, name)
+        if torch.is_tensor(value) and value.ndim == 2:
+            kept = slice(-value.shape[1], None) if name.startswith("prompt") else slice(value.shape[1])
+            assert other[:, kept].equal(value) and other.count_nonzero() == value.count_nonzero(), name
+        else:
+            assert other.equal(value) if torch.is_tensor(value) else repr(other) == repr(value), name
+
+
 @pytest.mark.parametrize("with_turns", [False, True])
 def test_rollouts_are_joined_and_groups_selected_as_if_sampled_so(with_turns):
-    def rollout(first, widths, lengths):
-        ids = [[first + 10 * row + t for t in range(n)] for row, n in enumerate(lengths)]
-        prompts, completions = [list(range(first, first + n)) for n in widths], pad_rows(ids)
-        mask = pad_rows([[True] * n for n in lengths])
-        points = completions / 8 if with_turns else None
-        texts = [f"{first}-{n}" for n in lengths]
-        return Traced(
-            *left_pad(prompts, 0), completions, mask, -completions / 4, mask[:, 0], texts, {"top_k": 5}, points, hidden=completions / 2,
-            notes=[[text] for text in texts], levels={"hard": torch.tensor(widths)})
-
-    parts = rollout(100, [2, 3], [4, 1, 2, 2]), rollout(200, [5], [6, 3])
-    joined = concatenate(parts)
-    assert [ids[mask].tolist() for ids, mask in zip(joined.prompt_ids, joined.prompt_mask)] == [[100, 101], [100, 101, 102], [*range(200, 205)]]
-    assert joined.prompt_mask.tolist() == [[False] * 3 + [True] * 2, [False] * 2 + [True] * 3, [True] * 5]
-    assert joined.completion_mask.sum(dim=1).tolist() == [4, 1, 2, 2, 6, 3] and not (joined.completion_mask[:, 1:] & ~joined.completion_mask[:, :-1]).any()
-    assert joined.completion_ids[4].tolist() == [200, 201, 202, 203, 204, 205] and joined.completion_ids[0].tolist() == [100, 101, 102, 103, 0, 0]
-    assert torch.equal(joined.sampling_logp, -joined.completion_ids / 4) and joined.finished.all()
-    assert joined.completions == ["100-4", "100-1", "100-2", "100-2", "200-6", "200-3"]
-    chosen = select(joined, torch.tensor([False, True, True]))
+    all_groups = [(100, 2, [4, 1]), (300, 3, [2, 2]), (200, 5, [6, 3])]
+    joined = concatenate([traced(all_groups[:2], with_turns), traced(all_groups[2:], with_turns)])
+    chosen, expected = select(joined, torch.tensor([False, True, True])), traced(all_groups, with_turns)
+    assert vars(joined).keys() == vars(expected).keys() and joined.prompt_ids.equal(expected.prompt_ids)
+    assert joined.completion_ids.equal(expected.completion_ids)
+    assert_equal_but_for_padding(joined, expected)
+    assert_equal_but_for_padding(chosen, traced(all_groups[1:], with_turns))
     scores = torch.arange(6.0).view(3, 2)
     fields = [{"prompt": p} for p in range(3)], joined, scores, {"r": -scores}, scores, scores, list("abcdef")
     groups, new = (Groups(*fields, Reports(failures=[name])) for name in ("old", "new"))
-    last = new.subset(torch.tensor([False, False, True]))
-    replaced = groups.substitute(torch.tensor([True, False, False]), last)
+    replaced = groups.substitute(torch.tensor([True, False, False]), new.subset(torch.tensor([False, False, True])))
     assert [example["prompt"] for example in replaced.examples] == [1, 2, 2] and replaced.extra == list("cdefef") and replaced.replaced == 1
-    assert replaced.reports.failures == ["old", "new"] and groups.reports.failures == ["old"]
-    assert groups.extra == list("abcdef")
+    assert replaced.reports.failures == ["old", "new"] and groups.reports.failures == ["old"] and groups.extra == list("abcdef")
     assert replaced.scores.tolist() == (-replaced.per_function["r"]).tolist() == [[2, 3], [4, 5], [4, 5]]
-    for part in joined, chosen, replaced.rollout:
-        assert type(part) is Traced and part.distribution == {"top_k": 5} and part.notes == [[text] for text in part.completions]
-        assert torch.equal(part.hidden, part.completion_ids / 2) and torch.equal(part.levels["hard"], part.prompt_mask.sum(dim=1))
-        assert not with_turns or torch.equal(part.turn_points, part.completion_ids / 8)
-    assert chosen.completions == joined.completions[2:] and torch.equal(chosen.prompt_ids, joined.prompt_ids[1:])
-    for name in "prompt_mask", "completion_ids", "completion_mask", "sampling_logp", "finished":
-        assert torch.equal(getattr(chosen, name), getattr(joined, name)[1 if name == "prompt_mask" else 2 :]), name
-    assert with_turns or chosen.turn_points is joined.turn_points is None
+    assert_equal_but_for_padding(replaced.rollout, traced([*all_groups[1:], all_groups[2]], with_turns))
 
 
 @pytest.mark.parametrize("function,values,error", [

@@ -1,6 +1,5 @@
 """Runs from end to end on the built-in model: the steps' gradients, and that rewards rise."""
 
-import json
 import math
 from pathlib import Path
 from types import ModuleType
@@ -9,12 +8,15 @@ import pytest
 import torch
 
 import train
-from conftest import length_reward, run_folder, start_run
+from conftest import ctrl_c_after, length_reward, num_steps, quick_config, run_folder, start_run
 from runs.folder import read_jsonl
+from runs.setup import set_up
 
 
 @pytest.mark.slow
-def test_several_updates_per_rollout_count_as_so_many_steps_and_end_on_time(tmp_path):
+def test_several_updates_per_rollout_count_as_so_many_steps_and_end_on_time(tmp_path, monkeypatch):
+    seeds, minibatches = [], train.minibatches
+    monkeypatch.setattr(train, "minibatches", lambda config, rows, seed: seeds.append(seed) or minibatches(config, rows, seed))
     flags = "--use_grpo --cold_start_steps 0 --ppo_epochs 2 --minibatch_size 8 --max_steps 10 --learning_rate 1e-3"
     flags += f" --reward_functions {length_reward(tmp_path)}"
     folder = run_folder(tmp_path / "out", *flags.split(), "--eval_steps", "3", "--log_rollouts_every", "5")
@@ -22,6 +24,7 @@ def test_several_updates_per_rollout_count_as_so_many_steps_and_end_on_time(tmp_
     steps = [m for m in lines if m["phase"] == "grpo"]
     assert [(m["step"], m["updates"]) for m in steps] == [(4, 4), (8, 4), (10, 2)]
     assert [m["step"] for m in lines if m["phase"] == "eval"] == [0, 4, 8, 10]
+    assert len({*seeds}) == len(seeds) == 3, "every step orders its minibatches anew"
     assert all(m["approx_kl"] > 0 and m["ratio_deviation"] > 0 for m in steps) and steps[0]["clip_fraction"] > 0
     assert {r["step"] for r in read_jsonl(folder / "rollouts.jsonl")} == {4, 8}
     assert steps[-1]["learning_rate"] == pytest.approx(0, abs=1e-9), "the schedule counts the same steps"
@@ -63,20 +66,43 @@ def test_a_supervised_step_has_the_gradient_of_the_models_own_cross_entropy(tmp_
     assert (ours - theirs).norm() / theirs.norm() < 1e-5
 
 
-@pytest.mark.slow
-def test_the_built_in_model_learns_a_one_token_task(tmp_path):
-    """A random policy finds the one byte in 263 that is rewarded more than others, and sticks to it."""
-    file = tmp_path / "seven.py"
-    file.write_text("def seven(completions, **columns):\n    return [float(c == '7') for c in completions]\n")
-    data = tmp_path / "data.jsonl"
-    data.write_text("".join(json.dumps({"prompt": f"say {i}"}) + "\n" for i in range(8)))
-    settings = (
-        "--use_grpo --cold_start_steps 0 --generation_max_length 1 --num_completions_per_prompt 16 --batch_size 8 "
-        "--max_steps 30 --num_epochs 100 --learning_rate 2e-3 --eval_limit 0"
-    )
-    folder = run_folder(tmp_path / "out", *settings.split(), "--dataset", str(data), "--reward_functions", f"{file}:seven")
-    rewards = [m["mean_reward"] for m in read_jsonl(folder / "metrics.jsonl")]
-    assert rewards[0] < 0.1 and sum(rewards[-5:]) / 5 > 0.9
+def test_the_default_engine_learns_a_one_token_task_in_eight_steps(tmp_path):
+    """Digits, 10 of 263 bytes. With half of the learning rate rewards are 0.83 then, in half of the steps 0.76."""
+    config = quick_config(
+        tmp_path / "run", max_steps=8, batch_size=8, num_completions_per_prompt=16, generation_max_length=1, num_epochs=100,
+        learning_rate=5e-4, eval_limit=0, save_steps=0)
+    digits = lambda completions, **columns: [float(text.isdigit()) for text in completions]  # noqa: E731
+    train.train(config, reward_functions=[digits], dataset=[{"prompt": f"say {i}"} for i in range(8)])
+    rewards = [line["mean_reward"] for line in read_jsonl(tmp_path / "run/metrics.jsonl")]
+    assert rewards[0] < 0.25 and sum(rewards[4:]) / 4 > 0.88                     # 0.94
+
+
+def test_a_reward_file_that_is_edited_between_two_runs_is_read_again(tmp_path):
+    for points in 1.0, 25.0:
+        (tmp_path / "own.py").write_text(f"def own(completions, **columns):\n    return [{points}] * len(completions)\n")
+        train.train(quick_config(tmp_path / f"{points}", max_steps=1, eval_limit=0, reward_functions=[f"{tmp_path}/own.py:own"]))
+        assert read_jsonl(tmp_path / f"{points}/metrics.jsonl")[0]["mean_reward"] == points
+
+
+def test_a_loop_that_is_called_again_after_memory_ran_out_goes_on_with_the_smaller_limit(tmp_path, monkeypatch):
+    """As in a notebook: Ctrl-C, and the cell once more."""
+    flags = dict(max_steps=3, eval_limit=0, engine="shared", reward_functions=[length_reward(tmp_path)])
+    run, tried = set_up(quick_config(tmp_path / "run", **flags)), []
+    forward = run.policy.forward
+
+    def short_of_memory(*args):
+        tried.append(run.policy.max_tokens)
+        if tried[-1] > 512:
+            raise MemoryError("out of memory")
+        return forward(*args)
+
+    monkeypatch.setattr(run.policy, "forward", short_of_memory)
+    with ctrl_c_after(1):
+        train.training_loop(run)
+    assert num_steps(tmp_path / "run") == 1 and not (tmp_path / "run/final").exists()
+    train.training_loop(run)
+    assert [line["step"] for line in read_jsonl(tmp_path / "run/metrics.jsonl")] == [1, 2, 3]
+    assert tried[:2] == [2048, 1024] and {*tried[2:]} == {512} and (tmp_path / "run/final").exists()
 
 
 @pytest.mark.parametrize("mode,stored", [("static", torch.bfloat16), ("periodic", torch.bfloat16), ("ema", torch.float32)])

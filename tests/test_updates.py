@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import experience_of, kept_by_hand, with_settings
+from conftest import experience_of, with_settings
 from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils import parameters_to_vector
@@ -17,10 +17,9 @@ from config import GRPOConfig
 from engine import make_engine
 from engine.network import with_precision
 from experience import Batch, Experience, minibatches
-from grpo import LOSSES, policy_loss, token_weights, weighted_loss
+from grpo import LOSSES, token_weights, weighted_loss
 from policy import RatioError
 from runs.run import Variant
-from sample import Rollout
 from train import sample_groups
 
 # Every term there is, so that none can depend on how a step is cut.
@@ -179,38 +178,38 @@ def test_a_new_term_of_the_loss_and_a_new_metric_need_no_edit_but_of_the_loss(ba
     assert metrics["probability"] == pytest.approx(10 * metrics["length_term"])
 
 
-@pytest.mark.parametrize("flags,message", [
-    (dict(use_kl_penalty=True), "kl_term is .* in a pass, .* with the rows that GRPOConfig.policy_loss_alone leaves out"),
-    (dict(entropy_coef=0.1), "entropy_term is .* in a pass, .* with the rows that GRPOConfig.policy_loss_alone leaves out"),
-])
-def test_a_term_of_rows_that_are_left_out_is_an_error(base, monkeypatch, flags, message):
+@pytest.mark.parametrize("flags,name", [(dict(use_kl_penalty=True), "kl_term"), (dict(entropy_coef=0.1), "entropy_term")])
+def test_a_term_of_rows_that_are_left_out_is_an_error(base, monkeypatch, flags, name):
     run = with_settings(base, **flags)
     run.progress.phase_step = 0
     monkeypatch.setattr(GRPOConfig, "policy_loss_alone", True)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"{name} is .* in a pass, .* with the rows that GRPOConfig.policy_loss_alone leaves out"):
         gradient(run, off_policy(run))
 
 
-@pytest.mark.parametrize("term,wrong", [
-    (lambda new, batch: new.logp[batch.mask].mean(), True), (lambda new, batch: new.logp.sum() / len(batch.rows), True),
-    (lambda new, batch: (new.entropy * batch.weights).sum() / batch.weights.sum(), True),
-    (lambda new, batch: 1e-3 * new.logp.max(), True), (lambda new, batch: weighted_loss(new.logp, batch.weights), False),
-    (lambda new, batch: (new.logp * batch.mask).sum() / 16, False),
+@pytest.mark.parametrize("own,message", [
+    (lambda new, batch: new.logp[batch.mask].mean(), "own is .* as the sum over two micro-batches"),
+    (lambda new, batch: new.logp.sum() / len(batch.rows), "own is .* as the sum over two micro-batches"),
+    (lambda new, batch: (new.entropy * batch.weights).sum() / batch.weights.sum(), "own is .* as the sum over two micro-batches"),
+    (lambda new, batch: 1e-3 * new.logp.max(), "own is .* as the sum over two micro-batches"),
+    (lambda new, batch: weighted_loss(new.logp, batch.weights), ""), (lambda new, batch: (new.logp * batch.mask).sum() / 16, ""),
+    *((lambda new, batch, shape=shape: torch.zeros(shape), r"loss: own \(.*\) must be \(b, T\), \(b, 1\) or a scalar")
+      for shape in [(16,), (1, 16), (16, 2), (1, 1)]),
 ])
-def test_a_term_or_a_metric_that_does_not_add_up_over_micro_batches_is_an_error(base, term, wrong):
-    """Only at the first update of a phase."""
-    for place in 0, 1:
+def test_a_term_or_a_metric_that_does_not_add_up_over_micro_batches_or_has_another_shape_is_an_error(base, own, message):
+    """What does not add up only at the first update of a phase."""
+    of_shape = message.startswith("loss")
+    for place in (1,) if of_shape else (0, 1):            # a term, and a metric
         def loss(config, new, batch, place=place):
             results = train.grpo_loss(config, new, batch)
-            results[place]["own"] = term(new, batch)
+            results[place]["own"] = own(new, batch)
             return results
 
         run = with_settings(base)
-        run.variant, run.progress.phase_step = Variant(loss=loss), 0
-        with pytest.raises(ValueError, match=r"own is .* as the sum over two micro-batches") if wrong else nullcontext():
-            train.grpo_training_step(run, next(run.batches))
-        run.progress.phase_step = 1
-        train.grpo_training_step(run, next(run.batches))
+        run.variant = Variant(loss=loss)
+        for run.progress.phase_step in 0, 1:
+            with pytest.raises(ValueError, match=message) if message and (of_shape or not run.progress.phase_step) else nullcontext():
+                train.grpo_training_step(run, next(run.batches))
 
 
 def test_all_columns_of_a_batch_keep_their_rows_and_metrics_are_means_over_tokens_or_completions_or_sums(base):
@@ -239,64 +238,46 @@ def test_all_columns_of_a_batch_keep_their_rows_and_metrics_are_means_over_token
             [float((row * table.mask).sum() / table.mask.sum()), 7.5, float(table.scores.sum())], rel=1e-4)
 
 
-@pytest.mark.parametrize("shape", [(16,), (1, 16), (16, 2), (1, 1)])
-def test_a_metric_of_another_shape_is_an_error(base, shape):
-    run = with_settings(base)
-    experience = off_policy(run)
-    assert experience.table.mask.shape != shape
-    with pytest.raises(ValueError, match=r"loss: wrong \(.*\) must be \(b, T\), \(b, 1\) or a scalar"):
-        gradient(run, experience, loss_fn=lambda new, part: ({"loss": new.logp.sum()}, {"wrong": torch.zeros(shape)}))
-
-
 # ---- on policy, and after an update --------------------------------------------------------------------------------
 
 
-def test_what_describes_the_policy_is_a_mean_over_the_tokens_that_were_looked_at(base):
-    run = with_settings(base)
-    experience = off_policy(run)                          # the second group is tied, so it is left out
-    _, losses = gradient(run, experience)
-    table = experience.table
-    now = run.policy.log_probs(table.rollout)
-    looked_at = table.mask & (table.advantages != 0)
-    assert looked_at.sum() < table.mask.sum()
-    log_ratio = (now.logp - table.old_logp)[looked_at]
-    assert losses["ratio_deviation"] == pytest.approx(float((log_ratio.exp() - 1).abs().mean()), rel=1e-4)
-    assert losses["approx_kl"] == pytest.approx(float((log_ratio.exp() - 1 - log_ratio).mean()), rel=1e-4)
-    tied = experience_of(run, table.rollout, torch.zeros(len(table.mask) // 4, 4))
-    of_none = dict.fromkeys(losses, math.nan) | {"total_loss": 0.0, "policy_loss": 0.0}
-    assert forward_backward(run, tied) == pytest.approx(of_none, nan_ok=True), "the same names"
+@pytest.mark.parametrize("estimator,more", [
+    ("", {}), ("ratio_k3", {}), ("k2", {}), ("k3", dict(use_value_head=True)), ("exact", dict(use_value_head=True, entropy_coef=0.5)),
+    ("", dict(entropy_coef=0.5)),
+])
+def test_the_terms_of_the_loss_their_gradient_and_the_metrics_are_their_formulas(base, estimator, more):
+    """Terms are averaged as the loss is, metrics over the tokens of forwarded rows: without terms not of the second group, which is tied."""
+    kl_flags = dict(use_kl_penalty=True, kl_penalty_coef=0.7, kl_estimator=estimator) if estimator else {}
+    run = with_settings(base, loss_type="grpo", **kl_flags, **more)
+    experience = off_policy(run)
+    table, (ours, losses) = experience.table, gradient(run, experience)
+    mask, new = table.mask, run.policy.forward(table.rollout, table.rows, run.reference)
+    log_ratio, A = new.logp - table.old_logp, table.advantages
+    ratio = log_ratio.exp()
+    metrics = {"ratio_deviation": (ratio - 1).abs(), "approx_kl": ratio - 1 - log_ratio}
 
+    def mean(values):
+        return (torch.where(mask, values, 0.0).sum(dim=1) / mask.sum(dim=1)).mean()
 
-@pytest.mark.parametrize("distribution", [dict(top_k=50, top_p=0.9, temperature=0.8), dict(top_k=5, top_p=1.0, temperature=1.5),
-                                          dict(top_k=0, top_p=0.6, temperature=1.0), dict(top_k=0, top_p=1.0, temperature=1.0)])
-def test_the_policy_gradient_is_the_enumerated_gradient_of_the_truncated_policy(base, distribution):
-    """Every token, weighted by how often it is drawn, against the gradient of the expected reward itself."""
-    policy, vocabulary = with_settings(base).policy, 263
-    rewards = torch.randn(vocabulary)
-    prompt = torch.tensor([policy.tokenizer("1+1=?").input_ids])
-    logits = policy.model(prompt).logits[0, -1]
-    kept = kept_by_hand(logits.tolist(), **distribution)
-    drawn = (logits[kept] / distribution["temperature"]).softmax(0)[:, None]
-    truth, drawn = gradient_of(policy, -(drawn * rewards[kept][:, None]).sum()), drawn.detach()
-    ids, mask = torch.tensor(kept)[:, None], torch.ones(len(kept), 1).bool()
-    for of_trainer, same in (distribution, True), ({"temperature": distribution["temperature"]}, len(kept) == vocabulary):
-        rollout = Rollout(prompt, prompt > -1, ids, mask, mask.float(), mask[:, 0], [""] * len(kept), of_trainer)
-        new = policy.forward(rollout, torch.arange(len(kept)))
-        assert torch.allclose(new.logp.exp(), drawn, atol=1e-5) == same
-        loss, _ = policy_loss(new.logp, new.logp.detach(), drawn * rewards[kept][:, None], mask, mask.float())
-        found = differ(gradient_of(policy, loss), truth)
-        assert len(kept) > 1 and (found < 1e-5 if same else found > 1e-3)
-
-
-# ---- the other terms -----------------------------------------------------------------------------------------------
-
-
-def test_the_entropy_bonus_has_the_gradient_of_the_entropy(base):
-    run = with_settings(base, entropy_coef=0.5)
-    rollout = sample_groups(run, next(run.batches)).rollout
-    ours, _ = gradient(run, experience_of(run, rollout, torch.zeros(4, 4)))      # all tied: nothing but the bonus is left
-    entropy = run.policy.forward(rollout, torch.arange(16)).entropy[rollout.completion_mask]
-    assert differ(ours, gradient_of(run.policy, -0.5 * entropy.mean())) < 2e-6
+    terms = {"policy_loss": mean(-torch.minimum(ratio * A, ratio.clamp(0.8, 1.2) * A))}
+    if estimator:
+        x = run.reference.log_probs(table.rollout).logp - new.logp
+        k3 = x.exp() - x - 1
+        metrics["kl"] = {"ratio_k3": (new.logp - table.trainer_logp).exp() * k3, "k3": k3, "k2": x**2 / 2, "exact": new.kl}[estimator]
+        terms["kl_term"] = 0.7 * mean(metrics["kl"])
+    if "entropy_coef" in more:
+        terms["entropy_term"] = -0.5 * mean(new.entropy)
+    if "use_value_head" in more:
+        terms["value_term"] = train.VALUE_COEF * mean(0.5 * (new.values - table.returns).square())
+    looked_at = mask if len(terms) > 1 else mask & (A != 0)
+    expected = {name: x.item() for name, x in terms.items()} | {name: x[looked_at].mean().item() for name, x in metrics.items()}
+    expected["total_loss"] = sum(terms.values()).item()
+    assert {name: losses[name] for name in expected} == pytest.approx(expected, rel=1e-3) and looked_at.equal(mask) != (len(terms) == 1)
+    assert differ(ours, gradient_of(run.policy, sum(terms.values()))) < 1e-5
+    if len(terms) == 1:
+        tied = experience_of(run, table.rollout, torch.zeros(4, 4))
+        of_none = dict.fromkeys(losses, math.nan) | {"total_loss": 0.0, "policy_loss": 0.0}
+        assert forward_backward(run, tied) == pytest.approx(of_none, nan_ok=True), "the same names"
 
 
 REWARD_KL = dict(use_kl_penalty=True, kl_penalty_coef=0.3, kl_in="reward")
@@ -344,32 +325,6 @@ def test_a_rollout_of_which_nothing_can_be_trained_on_changes_nothing_and_stops_
             terms = {name for name in losses if name.endswith("_term")} | {"policy_loss", "total_loss"}
             assert losses == pytest.approx({name: 0.0 if name in terms else math.nan for name in losses}, nan_ok=True)
         assert all(torch.equal(a, b) for a, b in zip(before, run.policy.trained_parameters))
-
-
-@pytest.mark.parametrize("estimator", ["ratio_k3", "k3", "k2", "exact"])
-def test_the_kl_term_is_the_estimate_averaged_as_the_loss_is_times_its_coefficient(base, estimator):
-    run = with_settings(base, use_kl_penalty=True, kl_penalty_coef=0.7, kl_estimator=estimator, loss_type="grpo")
-    experience = off_policy(run)
-    rollout, mask = experience.table.rollout, experience.table.mask
-    new = run.policy.log_probs(rollout, reference=run.reference)
-    x = run.reference.log_probs(rollout).logp - new.logp
-    k3, ratio = x.exp() - x - 1, (new.logp - rollout.sampling_logp).exp()
-    kl = {"ratio_k3": ratio * k3, "k3": k3, "k2": x**2 / 2, "exact": new.kl}[estimator] * mask
-    _, losses = gradient(run, experience)
-    assert losses["kl"] == pytest.approx(float(kl.sum() / mask.sum()), rel=1e-3)
-    assert losses["kl_term"] == pytest.approx(0.7 * float((kl.sum(1) / mask.sum(1)).mean()), rel=1e-3)
-    assert losses["total_loss"] == pytest.approx(losses["policy_loss"] + losses["kl_term"])
-
-
-def test_values_are_learned_where_no_advantage_is_left_too(base):
-    run = with_settings(base, use_value_head=True)
-    rollout = sample_groups(run, next(run.batches)).rollout
-    experience = experience_of(run, rollout, torch.randn(4, 4))
-    table = experience.table
-    table.advantages = torch.zeros_like(table.advantages)
-    _, losses = gradient(run, experience)
-    error = (table.old_values - table.returns)[table.mask]
-    assert losses["value_loss"] == pytest.approx(float(0.5 * error.square().mean()), rel=1e-4)
 
 
 @pytest.mark.parametrize("mode", ["static", "ema", "periodic"])

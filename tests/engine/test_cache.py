@@ -1,4 +1,4 @@
-"""The key-value cache: what is compacted stays right, memory is bounded, models with recurrent layers are sampled as well."""
+"""The key-value cache and the sampler of the shared engine: what is held, forwarded and compacted; intervals and lengths."""
 
 from dataclasses import replace
 
@@ -7,9 +7,9 @@ import torch
 from conftest import PROMPTS
 
 from config import GRPOConfig
-from engine import cache, make_engine, sampler
+from engine import cache, sampler
 from engine.network import with_precision
-from logprobs import completion_log_probs
+from engine.sampler import SamplingState, find_interval
 from sample import LogitsError
 
 EARLY = list(range(1, 30))                                # stop ids, so that completions end at different times
@@ -31,30 +31,23 @@ def compactions(monkeypatch):
     return calls
 
 
-def test_growing_compacting_and_refilling_change_no_log_probability(architecture, tokenizer, monkeypatch, compactions):
-    """Ten prompts, twelve completions at once, room for two steps at first: the cache is compacted all the time."""
-    _, model = architecture
-    model.generation_config.eos_token_id = EARLY
-    monkeypatch.setitem(sampler.INITIAL_CAPACITY, "cpu", 2)
-    monkeypatch.setattr(cache, "COLUMNS_AT_ONCE", 3)
-    prompts = PROMPTS * 2 + ["x", "another one"]
-    engine, config = make_engine("shared", model, tokenizer), GRPOConfig(num_completions_per_prompt=3, **ANY)
-    queued = engine.sample(prompts, replace(config, generation_batch_size=12), seeds=3)
+def test_the_cache_is_compacted_as_completions_end_and_grow(shared, monkeypatch, compactions):
+    """Ten prompts, twelve completions at once. That it changes no result: test_matrix.py."""
+    shared.model.generation_config.eos_token_id = EARLY
+    prompts, config = PROMPTS * 2 + ["x", "another one"], GRPOConfig(num_completions_per_prompt=3, **ANY)
+
+    def sample(size, capacity, kept=0):
+        monkeypatch.setitem(sampler.INITIAL_CAPACITY, "cpu", capacity)
+        monkeypatch.setitem(sampler.KEPT_TOKENS, "cpu", kept)
+        compactions.clear()
+        return shared.sample(prompts, replace(config, generation_batch_size=size), seeds=3).completions
+
+    queued = sample(12, capacity=2)
     assert len(compactions) > 5 and max(active for active, _, _ in compactions) <= 12
-    trained = completion_log_probs(model, queued)
-    assert (queued.sampling_logp - trained.logp).abs().max() < 1e-4
-    compactions.clear()
-    together = engine.sample(prompts, config, seeds=3)
-    assert together.completions == queued.completions, "the queue makes no difference to what is drawn"
-    assert compactions[0][0] > 20, "all of them at once"
+    assert sample(0, capacity=2) == queued and compactions[0][0] > 20, "all of them at once"
     assert all(rows <= 3 * active for active, rows, _ in compactions), "finished completions leave the batch"
-    monkeypatch.setitem(sampler.INITIAL_CAPACITY, "cpu", 64)
-    monkeypatch.setitem(sampler.KEPT_TOKENS, "cpu", 2**14)                       # as on CUDA
-    compactions.clear()
-    assert engine.sample(prompts, config, seeds=3).completions == together.completions and len(compactions) == 1
-    compactions.clear()
-    assert engine.sample(prompts, replace(config, generation_batch_size=12), seeds=3).completions == together.completions
-    assert len(compactions) > 3, "prompts that wait begin as soon as others have ended"
+    assert sample(0, capacity=64, kept=2**14) == queued and len(compactions) == 1, "as on CUDA"
+    assert sample(12, capacity=64, kept=2**14) == queued and len(compactions) > 3, "prompts that wait begin as soon as others have ended"
 
 
 def test_a_prompt_is_held_once_for_two_siblings_in_the_layers_precision(shared, monkeypatch):
@@ -90,3 +83,29 @@ def test_logits_that_are_not_finite_are_named(shared, settings):
         shared.model.get_output_embeddings().weight[7] = torch.nan
     with pytest.raises(LogitsError, match="not finite"):
         shared.sample(PROMPTS, settings, seeds=0)
+
+
+def test_what_u_times_the_total_may_round_up_to_draws_a_possible_token():
+    logits = torch.tensor([[-torch.inf, 0.0, 0.0, -torch.inf]])
+    assert sampler.sample_in_blocks(logits, torch.tensor([1.0]))[0].tolist() == [2]
+
+
+@pytest.mark.parametrize("lengths,ends,goal,index,distance", [
+    ([1.0, 1.0], [1.0, 2.0], 1.0, 1, 0.0),                # an interval does not contain its end
+    ([0.5, 0.0, 0.5], [0.5, 0.625, 1.0], 0.5625, 2, -0.0625),                    # rounded ends: never an empty interval
+    ([0.5, 0.5, 0.0], [0.5, 1.0, 1.0], 1.0, 1, 0.5),      # beyond the last end: the last interval that is not empty
+    ([0.0, 2.0], [0.0, 2.0], 0.5, 1, 0.5),
+])
+def test_the_interval_of_a_point(lengths, ends, goal, index, distance):
+    found, inside = find_interval(torch.tensor([lengths]), torch.tensor([ends]), torch.tensor([[goal]]))
+    assert (found.item(), inside.item()) == (index, distance)
+
+
+def test_a_completion_of_full_length_gets_no_more_tokens():
+    policy = dict(temperature=1.0, top_k=0, top_p=1.0)
+    state = SamplingState(torch.full((2, 3), 0.5), [9], 0, policy, torch.device("cpu"))
+    for _ in range(5):
+        state.step(torch.tensor([0, 1]), torch.zeros(2, 5))
+    ids, drawn, mask, logp, stopped = state.results()
+    assert torch.equal(drawn, mask) and ids.tolist() == [[2, 2, 2]] * 2 and mask.all() and not stopped.any()
+    torch.testing.assert_close(logp, torch.full((2, 3), 0.2).log())

@@ -1,14 +1,12 @@
 """The policies that make_engine chooses, those of many processes and little memory, and a caller's own sampler."""
 
 import copy
-import re
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import PROMPTS, made_up_rollout, quick_config
-from project_files import ROOT
 from torch.nn.utils import parameters_to_vector
 
 from config import GRPOConfig
@@ -23,33 +21,25 @@ from environments.tools import guess_letter
 from experience import Batch
 from policy import Policy
 from runs.setup import set_up
-from sample import sample_completions_for_prompts
 from train import supervised_loss, train
 
-PAGE = ROOT / "CONTRIBUTING.md"
-CODE = re.search(r"```python run\n(.*?)\nconfig = ", PAGE.read_text().partition("## A sampler")[2], flags=re.DOTALL)[1]
+class Own(Policy):
+    """A caller's sampler, which does not call reply."""
+
+    def sample(self, prompts, config, seeds, *, num_completions=None, reply=None):
+        return super().sample(prompts, config, seeds, num_completions=num_completions)
 
 
-def of_the_page():
-    """The class of the page."""
-    names = {}
-    exec(CODE, names)
-    return names["Generate"]
-
-
-def test_an_engine_samples_and_scores_as_the_functions_do_and_shared_differs_by_rounding(model, tokenizer, settings):
-    plain, shared = make_engine("plain", model, tokenizer, max_tokens=100), make_engine("shared", model, tokenizer, max_tokens=100)
-    assert type(plain) is Policy and type(shared) is Shared
-    rollout = sample_completions_for_prompts(model, tokenizer, PROMPTS, settings, seed=0)
-    for engine in plain, shared:
-        sampled = engine.sample(PROMPTS, settings, seeds=0)
-        assert torch.equal(sampled.completion_ids, rollout.completion_ids)
-        batches = [rows for rows, _ in engine.forward_passes(rollout, torch.arange(len(rollout.completion_ids)))]
-        assert sorted(torch.cat(batches).tolist()) == list(range(len(rollout.completion_ids))) and len(batches) > 1
-        for rows in None, torch.tensor([14, 3, 9]):
-            found, expected = engine.log_probs(rollout, rows), rollout.sampling_logp
-            torch.testing.assert_close(found.logp, expected if rows is None else expected[rows], atol=1e-4, rtol=0)
-            assert not found.logp.requires_grad
+def test_make_engine_chooses_a_policy_that_forwards_each_row_once_in_several_passes(model, tokenizer):
+    """That plain and shared compute the same: test_matrix.py."""
+    rollout = made_up_rollout([9, 5, 7], [5, 1, 9, 4, 12, 3])
+    for name, kind in ("plain", Policy), ("shared", Shared):
+        engine = make_engine(name, model, tokenizer, max_tokens=40)
+        batches = [rows for rows, _ in engine.forward_passes(rollout, torch.arange(6))]
+        assert type(engine) is kind and sorted(torch.cat(batches).tolist()) == [*range(6)] and len(batches) > 1
+        every, some = engine.log_probs(rollout).logp, engine.log_probs(rollout, torch.tensor([4, 3, 1])).logp
+        torch.testing.assert_close(some, every[[4, 3, 1]])
+        assert not every.requires_grad
     with pytest.raises(ValueError, match="fast must be plain, shared or vllm"):
         make_engine("fast", model, tokenizer)
     assert type(make_engine("plain", with_precision(model, "bfloat16"), tokenizer)) is DevicePolicy
@@ -67,6 +57,7 @@ def test_when_memory_runs_out_passes_have_half_the_tokens_and_results_are_the_sa
     batch = Batch.of_rollout(rollout, torch.ones(16, 1))
     logp, losses = policy.log_probs(rollout).logp, policy.forward_backward(batch, supervised_loss)
     once = gradient(model)
+    compute = {"logp": lambda: policy.log_probs(rollout).logp, "losses": lambda: policy.forward_backward(batch, supervised_loss)}
 
     def short_of_memory(*args):
         passes.append(policy.max_tokens)
@@ -74,55 +65,42 @@ def test_when_memory_runs_out_passes_have_half_the_tokens_and_results_are_the_sa
             raise MemoryError("out of memory")
         return forward(*args)
 
+    def again(name):
+        policy.max_tokens, passes[:] = 150, []
+        return compute[name]()
+
     monkeypatch.setattr(policy, "forward", short_of_memory)
     policy.on_less_memory = lambda *change: seen.append(change)
-    torch.testing.assert_close(policy.log_probs(rollout).logp, logp, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(gradient(model), once, rtol=0, atol=0)            # not the business of log_probs
+    torch.testing.assert_close(again("logp"), logp, atol=1e-5, rtol=1e-5)
+    assert gradient(model).equal(once), "not the business of log_probs"
     policy.clear_gradient()
-    policy.max_tokens, passes[:] = 150, []
-    assert policy.forward_backward(batch, supervised_loss) == pytest.approx(losses, rel=1e-5)
-    assert (gradient(model) - once).norm() < 1e-5 * once.norm()
-    line = "out of memory: --max_tokens_per_forward 150 -> 75, trying again"
-    assert seen == [("max_tokens_per_forward", 75, line)] * 2
-    policy.max_tokens, passes[:] = 150, []
+    assert again("losses") == pytest.approx(losses, rel=1e-5) and (gradient(model) - once).norm() < 1e-5 * once.norm()
+    assert seen == [("max_tokens_per_forward", 75, "out of memory: --max_tokens_per_forward 150 -> 75, trying again")] * 2
     with pytest.raises(MemoryError):                      # a repeat would lose the gradient of the first batch
-        policy.forward_backward(batch, supervised_loss)
+        again("losses")
     monkeypatch.setattr(device_policy, "num_processes", lambda: 2)               # one cannot repeat alone
-    for compute in lambda: policy.log_probs(rollout), lambda: policy.forward_backward(batch, supervised_loss):
+    for name in compute:
         policy.clear_gradient()
-        passes[:] = []
         with pytest.raises(MemoryError):
-            compute()
+            again(name)
     assert len(seen) == 2
 
 
-@pytest.mark.parametrize("value,least,tried", [(100, 30, [100, 50, 30]), (20, 30, [20])])
-def test_a_limit_is_halved_down_to_what_has_to_fit(shared, value, least, tried):
-    values = []
-
-    def compute(value):
-        values.append(value)
-        raise torch.OutOfMemoryError("out of memory")
-
-    with pytest.raises(torch.OutOfMemoryError):
-        shared.halving("a_limit", value, least, compute)
-    assert values == tried
-
-
-def test_where_an_evaluation_samples_one_completion_of_each_problem_one_at_once_is_the_least(shared, settings, monkeypatch):
-    tried = []
+@pytest.mark.parametrize("copies,first,tried", [(4, 20, [20, 10, 5, 4]), (1, 20, [20, 10, 5, 2, 1]), (4, 3, [3])])
+def test_where_memory_runs_out_fewer_completions_are_sampled_at_once_down_to_a_group(shared, settings, monkeypatch, copies, first, tried):
+    """A group at once is the least; of an evaluation, which samples one completion of each problem, one."""
+    seen = []
 
     def sample_batches(prompts, config, *rest, **options):
-        tried.append(config.generation_batch_size)
+        seen.append(config.generation_batch_size)
         raise MemoryError("out of memory")
 
     monkeypatch.setattr(shared, "sample_batches", sample_batches)
-    with pytest.raises(MemoryError):
-        shared.sample(PROMPTS * 5, replace(settings, num_completions_per_prompt=4), 0, num_completions=1)
-    assert tried == [20, 10, 5, 2, 1]
-    with pytest.raises(MemoryError):
-        shared.sample(PROMPTS, settings, 0, num_completions=1)
-    assert tried[5:] == [1], "memory that ran out once is not tried again in the next batch"
+    for expected in tried, tried[-1:]:                    # what ran out once is not tried again in the next batch
+        seen.clear()
+        with pytest.raises(MemoryError):
+            shared.sample(PROMPTS * 5, replace(settings, generation_batch_size=first), 0, num_completions=copies)
+        assert seen == expected
     quick_config("run", generation_batch_size=1)          # less than a group: then a group at once
 
 
@@ -156,16 +134,16 @@ def test_vllm_is_asked_once_when_memory_runs_out_and_frees_its_own(model, tokeni
 
 
 def test_a_reference_is_computed_as_a_callers_own_policy_is_without_its_optimizer_and_sampler(model, tokenizer, settings):
-    class Own(DevicePolicy):
+    class WithClient(DevicePolicy):
         def __init__(self, model, tokenizer, client):
             super().__init__(model, tokenizer, max_tokens=100)
             self.client, self.sampler = client, "another sampler"
 
-    policy, other = Own(model, tokenizer, "client"), copy.deepcopy(model)
+    policy, other = WithClient(model, tokenizer, "client"), copy.deepcopy(model)
     policy.set_optimizer(torch.optim.SGD(model.parameters()), "schedule", "value head")
     policy.losses.append(1.0)
     reference = policy.like(other)
-    assert type(reference) is Own and reference.model is other and reference.max_tokens == 100
+    assert type(reference) is WithClient and reference.model is other and reference.max_tokens == 100
     assert (reference.optimizer, reference.value_head, reference.sampler, reference.losses) == (None, None, None, [])
     assert policy.optimizer is not None and policy.losses == [1.0]
     rollout = reference.sample(PROMPTS, settings, 0)
@@ -173,8 +151,8 @@ def test_a_reference_is_computed_as_a_callers_own_policy_is_without_its_optimize
 
 
 def test_a_sampler_of_one_process_in_float32_is_refused_where_it_would_train_wrongly(tmp_path):
-    with pytest.raises(ValueError, match="engine: Generate supports neither several processes nor float16; derive it from DevicePolicy"):
-        set_up(quick_config(tmp_path / "run", precision="float16"), engine=of_the_page())
+    with pytest.raises(ValueError, match="engine: Own supports neither several processes nor float16; derive it from DevicePolicy"):
+        set_up(quick_config(tmp_path / "run", precision="float16"), engine=Own)
 
 
 @pytest.mark.parametrize("make", [DevicePolicy, Shared])
@@ -190,19 +168,15 @@ def test_processes_forward_every_row_once_and_have_as_many_passes(model, tokeniz
         assert all(each[0] for each in parts[: len(rows)]), "a row for each process, if there are enough"
 
 
-def test_the_sampler_of_the_page_trains_and_evaluates_and_a_run_that_is_resumed_without_it_says_so(tmp_path, capsys):
-    sampled, generate = [], of_the_page()
-
-    class Counted(generate):
-        def sample(self, prompts, *args, **options):
-            sampled.append(len(prompts))
-            return super().sample(prompts, *args, **options)
-
-    train(quick_config(tmp_path / "run"), engine=Counted)
+def test_a_sampler_of_ones_own_trains_and_evaluates_and_a_run_that_is_resumed_without_it_says_so(tmp_path, capsys, monkeypatch):
+    """That of the page trains in tests/test_snippets.py."""
+    sampled, sample = [], Own.sample
+    monkeypatch.setattr(Own, "sample", lambda policy, prompts, *args, **options: (
+        sampled.append(len(prompts)), sample(policy, prompts, *args, **options))[1])
+    train(quick_config(tmp_path / "run"), engine=Own)
     assert sampled == [2, 4, 4, 4, 4], "start-up check, evaluation, two steps, evaluation"
-    resumed = quick_config(tmp_path / "run", resume=True)
-    set_up(resumed)
-    assert "'engine': 'Counted'}: equal up to rounding" in " ".join(capsys.readouterr().out.split())
+    set_up(quick_config(tmp_path / "run", resume=True))
+    assert "'engine': 'Own'}: equal up to rounding" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_sampler_of_ones_own_is_checked_before_a_run_begins(tmp_path):
@@ -218,22 +192,9 @@ def test_a_sampler_of_ones_own_is_checked_before_a_run_begins(tmp_path):
 def test_an_engine_that_does_not_call_reply_is_refused_with_an_environment(model, tokenizer, settings):
     model.generation_config.eos_token_id = list(range(1, 200))
     with pytest.raises(RunError, match="the policy's sample does not call reply, which an environment needs"):
-        sample_with_environment(of_the_page()(model, tokenizer), guess_letter, [{"prompt": "p", "answer": "x"}], settings, [0])
-
-
-def test_rows_that_have_ended_do_not_forward_a_pad_token_that_the_model_does_not_know(model, tokenizer, settings):
-    model.generation_config.eos_token_id = list(range(1, 30))
-    config = replace(settings, num_completions_per_prompt=8, generation_max_length=20)
-    expected = make_engine("plain", model, tokenizer).sample(PROMPTS, config, seeds=0)
-    tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.add_special_tokens({"pad_token": "<another pad>"})
-    assert tokenizer.pad_token_id == model.get_input_embeddings().num_embeddings
-    found = make_engine("plain", model, tokenizer).sample(PROMPTS, config, seeds=0)
-    assert found.completions == expected.completions and found.finished.any()
+        sample_with_environment(Own(model, tokenizer), guess_letter, [{"prompt": "p", "answer": "x"}], settings, [0])
 
 
 @pytest.mark.parametrize("prompt,copies,limit,saves", [(8, 4, 40, False), (200, 8, 512, True), (100, 8, 4000, False), (40, 8, 24, True)])
 def test_prompts_are_shared_where_that_saves_a_fifth_of_the_tokens(prompt, copies, limit, saves):
-    config = GRPOConfig(num_completions_per_prompt=copies, generation_max_length=limit)
-    shared, plain = prompt + copies * limit, copies * (prompt + limit)
-    assert saves_tokens(prompt, config) == saves == (1 - shared / plain > 0.2)
+    assert saves_tokens(prompt, GRPOConfig(num_completions_per_prompt=copies, generation_max_length=limit)) == saves
