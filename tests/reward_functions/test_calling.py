@@ -190,7 +190,7 @@ def test_logged_values_reach_metrics_and_records_of_a_step_and_an_evaluation(tmp
 
     run = start_run(tmp_path, "--use_grpo", "--cold_start_steps", "0", "--eval_limit", "4")
     run.reward_functions = [logging, *run.reward_functions[1:]]
-    run.folder.open(0, {})
+    run.folder.open(run.config, 0, {})
     metrics, experience = grpo_training_step(run, next(run.batches))
     run.log_step(metrics | {"skipped": 0, "step_seconds": 1.0}, experience)
     evaluate_and_log(run)
@@ -224,7 +224,7 @@ def test_a_failed_call_leaves_all_totals_unscored_and_is_kept_in_the_run_folder(
 
     run = start_run(tmp_path, "--use_grpo", "--cold_start_steps", "0", "--reward_errors", "none", "--reward_timeout", "30")
     run.reward_functions = [fails, *run.reward_functions[1:]]
-    run.folder.open(0, {})
+    run.folder.open(run.config, 0, {})
     metrics, experience = grpo_training_step(run, next(run.batches))
     groups = experience.groups
     assert metrics["unscored"] == metrics["reward_errors"] == 1 and metrics["grad_norm"] == 0

@@ -25,7 +25,7 @@ import analysis.evaluation
 import train
 from engine.cache import PrefixCache
 from engine.errors import RunError
-from engine import devices
+from engine import devices, host
 from engine.models import load_any_policy, save_any_policy
 from infer import main
 from policy import Policy, RatioError
@@ -271,8 +271,8 @@ def test_signals_of_a_batch_system_stop_after_the_step(number):
 
 def test_the_threads_of_other_programs_are_not_counted_in_vain(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr(devices, "used_seconds", lambda: pytest.fail("all processes were walked"))
-    devices.idle_cores.choose_threads(print)
+    monkeypatch.setattr(host, "used_seconds", lambda: pytest.fail("all processes were walked"))
+    host.idle_cores.choose_threads(print)
 
 
 @pytest.mark.slow
