@@ -1,5 +1,6 @@
 """Runs from end to end on the built-in model: the steps' gradients, and that rewards rise."""
 
+import json
 import math
 from pathlib import Path
 from types import ModuleType
@@ -103,6 +104,8 @@ def test_a_loop_that_is_called_again_after_memory_ran_out_goes_on_with_the_small
     train.training_loop(run)
     assert [line["step"] for line in read_jsonl(tmp_path / "run/metrics.jsonl")] == [1, 2, 3]
     assert tried[:2] == [2048, 1024] and {*tried[2:]} == {512} and (tmp_path / "run/final").exists()
+    settings = json.loads((tmp_path / "run/config.json").read_text())
+    assert settings["training"]["max_tokens_per_forward"] == 512
 
 
 @pytest.mark.parametrize("mode,stored", [("static", torch.bfloat16), ("periodic", torch.bfloat16), ("ema", torch.float32)])
