@@ -12,7 +12,7 @@ from itertools import islice
 from numbers import Number
 
 
-def mend(column: str, value: str = "...") -> str:
+def as_map(column: str, value: str = "...") -> str:
     """Return the end of a message: the map of `datasets` that corrects a column."""
     return f"data.map(lambda row: {{'{column}': {value}}})"
 
@@ -44,7 +44,7 @@ def validate_example(row) -> dict:
         prompt = read_messages(prompt)
         if prompt and prompt[-1]["role"] == "assistant":
             if completion is not None:
-                raise ValueError(f"completion and prompt end with a reply; {mend('completion', 'None')}")
+                raise ValueError(f"completion and prompt end with a reply; {as_map('completion', 'None')}")
             prompt, completion = prompt[:-1], prompt[-1:]
     if not isinstance(prompt, str | list):
         raise ValueError(
@@ -56,7 +56,7 @@ def validate_example(row) -> dict:
     if not text.strip():
         raise ValueError("the prompt is empty: data.filter(lambda row: row['prompt'])")
     if isinstance(prompt, str) and re.match(r"\s*\[\s*\{\s*['\"](role|from)['\"]", prompt):
-        raise ValueError(f"the prompt is the text of chat messages: {mend('prompt', 'json.loads(...)')}")
+        raise ValueError(f"the prompt is the text of chat messages: {as_map('prompt', 'json.loads(...)')}")
     example = copy(row)                                   # of its class, which sources/columns.py needs
     example["prompt"] = prompt
     if completion is not None:
@@ -66,7 +66,7 @@ def validate_example(row) -> dict:
     elif not isinstance(answer, str | list | None):
         raise ValueError(
             f"the answer must be text, a number or a list, not the {type(answer).__name__} {answer!r:.60}: "
-            f"{mend('answer', 'str(...)')}; or name a field: --answer_column a.b")
+            f"{as_map('answer', 'str(...)')}; or name a field: --answer_column a.b")
     return example
 
 
@@ -82,7 +82,7 @@ def read_completion(completion) -> str | list[dict] | None:
     if not isinstance(completion, str):
         raise ValueError(
             "the completion must be text, or the assistant's messages with one other message between each "
-            f"two, not {completion!r:.120}: {mend('completion')}")
+            f"two, not {completion!r:.120}: {as_map('completion')}")
     return completion if completion.strip() else None
 
 
@@ -95,7 +95,7 @@ def read_messages(messages: list) -> list[dict]:
         if not (isinstance(message, dict) and isinstance(message.get("role"), str)):
             raise ValueError(
                 f'chat messages must look like {{"role": "user", "content": "..."}}, not {message!r:.80}: '
-                + mend("prompt", "[{'role': 'user', 'content': ...}]"))
+                + as_map("prompt", "[{'role': 'user', 'content': ...}]"))
         content = message.get("content")
         parts = content if isinstance(content, list) else [None]
         if all(isinstance(part, dict) and part.get("type") == "text" and "text" in part for part in parts):
@@ -103,7 +103,7 @@ def read_messages(messages: list) -> list[dict]:
         if not (isinstance(content, str) or (content is None and message.get("tool_calls"))):
             raise ValueError(
                 "the content of a message must be text or parts such as {'type': 'text', 'text': '...'}, "
-                f"not {content!r:.60}: {mend('prompt')}, or data.filter")
+                f"not {content!r:.60}: {as_map('prompt')}, or data.filter")
         read.append(message | {"content": content})
     return read
 
@@ -114,7 +114,7 @@ def without_nulls(value, name: str = ""):
         try:
             value = json.loads(value or "{}")
         except (ValueError, TypeError):
-            message = f"arguments of a call must be an object, not {value!r:.60}: {mend('messages')}"
+            message = f"arguments of a call must be an object, not {value!r:.60}: {as_map('messages')}"
             raise ValueError(message) from None
     if isinstance(value, dict):
         kept = {key: entry for key, entry in value.items() if entry is not None or key == "arguments"}

@@ -98,8 +98,10 @@ class RunFolder:
         last_step, sizes  the step and the file_sizes of the checkpoint; 0 and {} without one
         """
         self.take()
-        if not self.writes:
-            return
+        self.ranks.together(lambda: self.begin_records(config, last_step, sizes) if self.writes else None)
+
+    def begin_records(self, config: Config, last_step: int, sizes: dict[str, int]) -> None:
+        """Write config.json, cut the records to their sizes, and open the tracker: on one rank."""
         self.write_config(config)
         if not self.send:                                 # else: a notebook continues after Ctrl-C
             for name, size in self.file_sizes().items():

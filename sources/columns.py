@@ -4,7 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 
-from guards import mend
+from guards import as_map
 from sources.published_forms import FORMS
 
 COLUMNS = {                     # the column names that are recognised, in order of precedence
@@ -48,7 +48,7 @@ def as_published(given, number: int, columns: dict[str, str], counts: Counter) -
     if isinstance(row.get("answer"), str) and STATED.search(row["answer"]):
         raise ValueError(
             f"the answer is a whole solution, ...{row['answer'][-30:]!r}: "
-            + mend("answer", "row['...'].split('answer is')[-1].strip(' :.')"))
+            + as_map("answer", "row['...'].split('answer is')[-1].strip(' :.')"))
     row.number, row.read = number, read
     return row
 
@@ -79,5 +79,5 @@ def in_text(name: str, value) -> str:
     """Return a value as it is written in a prompt; nothing for None. Raises ValueError for dates and such."""
     if not isinstance(value, str | int | float | list | None):
         raise ValueError(
-            f"{{{name}}} is the {type(value).__name__} {value!r:.40}, not text: {mend(name, 'str(...)')}")
+            f"{{{name}}} is the {type(value).__name__} {value!r:.40}, not text: {as_map(name, 'str(...)')}")
     return "" if value is None else str(value)

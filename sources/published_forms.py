@@ -9,7 +9,7 @@ import re
 from string import ascii_uppercase as LETTERS
 
 from data import demonstration
-from guards import mend, without_nulls
+from guards import as_map, without_nulls
 from rewards import extract_boxed
 
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant"}            # of ShareGPT
@@ -54,7 +54,7 @@ def from_choices(row: dict) -> dict:
         answer = dict(enumerate(LETTERS[: len(texts)])).get(place, answer)
     if answer not in [None, *LETTERS[: len(texts)], *texts]:
         name = f"the answer {answer!r:.40}"
-        raise ValueError(f"{name} is no index, label or text of its {len(texts)} choices: {mend('answer')}")
+        raise ValueError(f"{name} is no index, label or text of its {len(texts)} choices: {as_map('answer')}")
     prompt = "\n".join([row["question"], *lines])
     return {"prompt": prompt, "answer": answer, name: choices, "choices": texts}
 
@@ -64,7 +64,7 @@ def checked(texts) -> list[str]:
     if not isinstance(texts, list) or {*map(type, texts)} != {str} or len(texts) > len(LETTERS):
         raise ValueError(
             f"choices or options must be a list of at most {len(LETTERS)} texts, not {texts!r:.60}: "
-            f"{mend('choices', '[...]')}, or data.rename_column('options', '...')")
+            f"{as_map('choices', '[...]')}, or data.rename_column('options', '...')")
     return texts
 
 
@@ -121,7 +121,7 @@ def from_tools(row: dict) -> dict:
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise ValueError(
             f"tools must be a list of schemas of functions, or its JSON text, not {tools!r:.60}: "
-            f"{mend('tools', '[...]')}, or data.rename_column('tools', '...')")
+            f"{as_map('tools', '[...]')}, or data.rename_column('tools', '...')")
     schemas = [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
     return {"tools": without_nulls(schemas)}
 

@@ -47,13 +47,13 @@ def refuse_foreign_code(path: Path, settings: dict[str, Any]) -> None:
 
 def complete(flags: dict[str, Any]) -> dict[str, Any]:
     """Return flags and the settings that they imply on a command line: of a run, a task, a profile."""
+    if task := expand_home(flags.pop("task", "")):
+        flags = task_settings(task) | flags
     if flags.get("resume") and flags.get("output_dir"):
         file = Path(flags["output_dir"]) / "config.json"
         if not file.exists():
             raise ValueError(f"--output_dir={file.parent}: there is no run in it to resume")
         return read_settings(file, flags) | flags
-    if task := expand_home(flags.pop("task", "")):
-        flags = task_settings(task) | flags
     profile = flags.get("profile", "")
     if not profile and not flags.get("model_path"):
         profile = "demo" if flags.get("use_grpo") else "demo_supervised"

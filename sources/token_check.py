@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 from data import as_messages, encode_prompt, render
 from environments.messages import encode_turns
-from guards import mend
+from guards import as_map
 from sample import stop_token_ids
 
 
@@ -48,7 +48,7 @@ def encode_prompts(examples: Sequence[dict], tokenizer, source: str) -> list[lis
 def refuse_special_tokens(name: str, text: str, special: list[str]) -> None:
     """Raise ValueError if a text has the text of a special token, which might end or begin a turn."""
     if found := next((token for token in special if token in text), None):
-        fix = mend(name, f"row['{name}'].replace('{found}', '')")
+        fix = as_map(name, f"row['{name}'].replace('{found}', '')")
         raise ValueError(f"the {name} has the text of the special token {found}: {fix}")
 
 
@@ -59,7 +59,7 @@ def refuse_lost_characters(tokenizer, name: str, text: str, ids: list[int]) -> N
         return
     given, kept = (unicodedata.normalize("NFKC", each).casefold() for each in (text, decoded))
     if lost := "".join(Counter(c for c in given if c.isprintable() and c != " ") - Counter(kept)):
-        fix = mend(name, f"row['{name}'].replace({lost[0]!r}, '...')")
+        fix = as_map(name, f"row['{name}'].replace({lost[0]!r}, '...')")
         raise ValueError(f"the tokenizer loses {lost!r:.40} of the {name}: {fix}, or data.filter")
 
 

@@ -245,7 +245,8 @@ import json, sys
 from pathlib import Path
 import torch, train
 from engine.devices import Ranks, all_gather_object, best_device, process_rank
-from runs import checkpoint
+from config import Config
+from runs import checkpoint, folder as folders
 
 class Own(Exception):
     def __init__(self, reason, code):
@@ -261,7 +262,10 @@ def save(state, folder=Path(sys.argv[1])):
 best_device("cpu")
 checkpoint.save_any_policy = lambda model, tokenizer, folder, weights: folder.mkdir(parents=True)
 checkpoint.checkpoints_in = lambda folder: fail(OSError("a stale file handle"), rank=0)
+folders.open_tracker = lambda *args: fail(OSError("no space is left"), rank=0)
+config = Config.of(output_dir=f"{sys.argv[1]}-run", report_to="none")
 for work in (
+    lambda: folders.RunFolder(config).open(config, 0, {}),
     lambda: save({"optimizer": lambda: 0}), lambda: save({}), lambda: Ranks().together(lambda: fail(ValueError("a state_dict"))),
     lambda: Ranks().gather(lambda: fail(Own("no good", 3))), lambda: Ranks().gather(lambda: process_rank() and (lambda: 0)),
 ):
@@ -276,10 +280,11 @@ def test_what_one_rank_raises_before_a_collective_is_raised_on_all(tmp_path):
     """By a state that cannot be pickled, by old checkpoints; errors and results that cannot be pickled. The next collective fits."""
     (tmp_path / "alone.py").write_text(FAILS_ALONE)
     done = Ranks(2, tmp_path / "alone.py", tmp_path / "checkpoints").wait(240)
-    errors = f"RunError: could not save {tmp_path}", "OSError: a stale", "ValueError: a state", "RunError: Own: no good", "AttributeError: Can't"
+    errors = ("OSError: no space is left", f"RunError: could not save {tmp_path}", "OSError: a stale", "ValueError: a state",
+              "RunError: Own: no good", "AttributeError: Can't")
     for program in done.programs:
         pairs = [json.loads(line) for line in program.stdout.splitlines() if line.startswith("[\"")]
-        assert len(pairs) == 5, done.ends()
+        assert len(pairs) == 6, done.ends()
         assert all(first == other and first.startswith(error) for (first, other), error in zip(pairs, errors, strict=True)), pairs
 
 

@@ -1,4 +1,4 @@
-"""The state of a run is complete: stopped, resumed or mended, it is the run that never stopped."""
+"""The state of a run is complete: stopped or resumed, it is the run that never stopped."""
 
 import pydoc
 import random
