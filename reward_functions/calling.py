@@ -44,7 +44,7 @@ class OutOfTime(KeyboardInterrupt):
 
 @dataclass
 class Reports:
-    """What the calls of reward functions for B completions report, besides rewards."""
+    """Reports of the calls of reward functions for B completions, besides rewards."""
 
     extra: list[dict] = field(default_factory=list)       # B, name -> value, from log_extra
     metrics: list[tuple[str, float]] = field(default_factory=list)               # from log_metric
