@@ -1,7 +1,7 @@
 # make demo         train the built-in tiny Gemma to add, with a supervised cold start and GRPO: three to six minutes on two cores
 # make real         train a pretrained model, SmolLM2-135M-Instruct, to add: ten to twenty minutes on two cores
 # make test         the tests; prints the ten slowest
-# make check        ruff, and the tests but for the slow ones
+# make check        ruff, mypy on the core, and the tests but for the slow ones
 # make test-all     the tests, and the rest of the matrices of which make test has a part
 # make test-tpu     tests of the TPU path, on XLA's CPU device
 # make test-vllm    tests of --engine vllm, with a vLLM for CPUs
@@ -37,6 +37,7 @@ test-exhaustive: $(VENV)/ready
 
 check: $(VENV)/ready
 	$(BIN)/ruff check .
+	$(BIN)/mypy
 	$(ON_CPU) $(BIN)/python $(FAST)
 
 test-gpu: $(VENV)/ready

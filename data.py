@@ -73,14 +73,15 @@ class Batches:
     def __init__(self, examples: Sequence, batch_size: int, seed: int, shuffle: bool = True):
         self.examples, self.batch_size, self.seed, self.shuffle = examples, batch_size, seed, shuffle
         self.position = 0                                 # examples returned so far
-        self.epoch, self.order = -1, []
+        self.epoch = -1
+        self.order: list[int] = []                        # indices of the examples in this epoch
 
     def __next__(self) -> list:
         return self.take(self.batch_size)
 
     def take(self, count: int) -> list:
         """Return the next `count` examples."""
-        batch = []
+        batch: list = []
         while len(batch) < count:
             epoch, index = divmod(self.position, len(self.examples))
             if epoch != self.epoch:
@@ -105,12 +106,11 @@ def encode_prompt(tokenizer, prompt: str | list | dict) -> list[int]:
     Raises ValueError for messages that the template rejects or omits. Not checked: the text of special tokens
     in messages, see sources/token_check.py.
     """
-    tools = None
-    if isinstance(prompt, dict):
-        prompt, tools = prompt["prompt"], prompt.get("tools")
-    if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
-        return prompt
-    text = render(tokenizer, prompt, tools=tools)
+    example: dict = prompt if isinstance(prompt, dict) else {"prompt": prompt}
+    content = example["prompt"]
+    if isinstance(content, list) and content and isinstance(content[0], int):
+        return content
+    text = render(tokenizer, content, tools=example.get("tools"))
     return tokenizer(text, add_special_tokens=not tokenizer.chat_template).input_ids
 
 

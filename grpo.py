@@ -72,7 +72,7 @@ def compute_group_advantages(
     mean = rewards.nanmean(dim=1, keepdim=True)                                  # (P, 1)
     std = ((rewards - mean).square().nansum(dim=1, keepdim=True) / (count - 1)).sqrt()           # (P, 1)
 
-    b = mean                                              # baseline="group_mean"
+    b: Tensor | float = mean                              # baseline="group_mean"
     if baseline == "group_median":
         b = rewards.nanquantile(0.5, dim=1, keepdim=True)            # G even: mean of the middle two
     elif baseline == "global_mean":
@@ -82,7 +82,7 @@ def compute_group_advantages(
     elif baseline != "group_mean":
         raise ValueError(f"{baseline=}: must be one of group_mean, group_median, global_mean, leave_one_out")
 
-    s = std + epsilon                                     # scale="group"
+    s: Tensor | float = std + epsilon                     # scale="group"
     if scale == "batch":
         s = ((rewards - rewards.nanmean()).square().nansum() / (count.sum() - 1)).sqrt() + epsilon
     elif scale == "mean":

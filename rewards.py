@@ -115,10 +115,10 @@ def compute_rewards_for_completions(
     shape, per_function = (len(examples), -1), {}
     failed = torch.zeros(len(rollout.completions), dtype=torch.bool)
     returned = call_reward_functions(reward_functions, rollout, examples)
-    for (name, rewards), weight in zip(returned.items(), weights, strict=True):
+    for (name, values), weight in zip(returned.items(), weights, strict=True):
         if weight:
-            failed |= torch.tensor([r is not None and math.isnan(r) for r in rewards])
-        rewards = torch.tensor([math.nan if r is None else r for r in rewards], dtype=torch.float64)
+            failed |= torch.tensor([r is not None and math.isnan(r) for r in values])
+        rewards = torch.tensor([math.nan if r is None else r for r in values], dtype=torch.float64)
         per_function[name] = rewards.view(shape)
     return weighted_sum(per_function, weights).masked_fill(failed.view(shape), torch.nan), per_function
 
