@@ -8,7 +8,7 @@ from logprobs import prompts_and_lengths
 from policy import Policy
 from sample import Rollout
 
-GB = 2**30
+GB = 10**9                      # as peak_memory_gb in metrics.jsonl
 BYTES_OF_LOGIT = 20             # in sampling, of each token of the vocabulary: logit, logp and probability
                                 # in float32, and a sum in float64
 
@@ -51,17 +51,23 @@ def fit_tokens(tokens: int, of_token: float, least: int, device: torch.device) -
     return max(tokens, least)
 
 
+def memory_in_use(device: torch.device) -> int:
+    """Return the bytes that tensors have on a GPU; else those of this process, with libraries and weights."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else psutil.Process().memory_info().rss
+
+
 def describe_memory(policy: Policy, of_token: float, config: Config) -> str:
     """Return a line with the memory that a run of one process needs at least."""
     model, grpo_config = policy.model, config.grpo
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    in_use = memory_in_use(next(model.parameters()).device)
     trained = 4 * model.num_parameters(only_trainable=True)                      # float32
     has_copy = config.training.use_grpo and grpo_config.kl_coef and not config.model.lora_rank
     copy = weights / (1 if policy.precision == "float32" else 2) if has_copy else 0
     rows = grpo_config.generation_batch_size or config.rollout_size
     words = len(model.get_output_embeddings().weight)
     parts = {
-        "weights": weights, "gradients and optimiser": 3 * trained, "reference": copy,
+        "in use now": in_use, "gradients and optimiser": 3 * trained, "reference": copy,
         f"activations of {policy.max_tokens} tokens": policy.max_tokens * of_token,
         f"logits of {rows} completions x {words} tokens": rows * words * BYTES_OF_LOGIT,
     }

@@ -34,15 +34,16 @@ def test_a_pass_has_as_many_tokens_as_fit_in_half_of_the_free_memory(monkeypatch
     assert [fit_tokens(64, of_token, 10, cpu) for of_token in (1.0, 7.8, 7.9, 16.0, 100.0)] == [64, 64, 32, 16, 10]
 
 
-def test_the_parts_of_the_memory_are_weights_optimiser_copy_activations_and_logits(model, tokenizer, monkeypatch):
+def test_the_parts_of_the_memory_are_those_in_use_optimiser_copy_activations_and_logits(model, tokenizer, monkeypatch):
+    monkeypatch.setattr(memory, "memory_in_use", lambda device: 4 * model.num_parameters())
     monkeypatch.setattr(memory, "GB", model.num_parameters())
     policy = make_engine("plain", model, tokenizer, max_tokens=100)
     of_token = model.num_parameters() / 100               # so that activations count 1
     config = Config.of(use_grpo=True, use_kl_penalty=True, batch_size=2, num_completions_per_prompt=4)
     logits = 8 * 263 * 20 / model.num_parameters()
     assert describe_memory(policy, of_token, config) == (
-        f"memory: at least {4 + 12 + 4 + 1 + logits:.1f} GB (weights 4.0, gradients and optimiser 12.0, reference 4.0, "
+        f"memory: at least {4 + 12 + 4 + 1 + logits:.1f} GB (in use now 4.0, gradients and optimiser 12.0, reference 4.0, "
         f"activations of 100 tokens 1.0, logits of 8 completions x 263 tokens {logits:.1f})")
     model.requires_grad_(False)
     without = Config.of(use_grpo=True, batch_size=2000, num_completions_per_prompt=4)
-    assert describe_memory(policy, 0.0, without).endswith(f" (weights 4.0, logits of 8000 completions x 263 tokens {1000 * logits:.1f})")
+    assert describe_memory(policy, 0.0, without).endswith(f" (in use now 4.0, logits of 8000 completions x 263 tokens {1000 * logits:.1f})")
