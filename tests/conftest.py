@@ -27,6 +27,8 @@ from runs.run import Run
 from runs.setup import set_up
 from sample import Rollout, left_pad
 
+ROOT = Path(__file__).parents[1]
+
 for number, handler in (signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL):
     if signal.getsignal(number) == signal.SIG_IGN:        # as in a background job or under nohup: runs would inherit it
         signal.signal(number, handler)

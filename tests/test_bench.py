@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from project_files import ROOT
+from conftest import ROOT
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from project_files import ROOT
+from conftest import ROOT
 
 from config import ModelConfig
 from model import load_policy

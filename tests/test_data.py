@@ -1,6 +1,7 @@
-"""The schema of rows, columns of other names, tokens of prompts and demonstrations."""
+"""The schema of rows, columns of other names, the order of examples, tokens of prompts and demonstrations."""
 
 import json
+import random
 import re
 from datetime import date
 
@@ -8,11 +9,11 @@ import numpy as np
 import pytest
 
 import data
-from data import encode_prompt
+from data import Batches, encode_prompt
 from model import byte_tokenizer
 from runs.command_line import parse_config
 from runs.setup import load_data
-from sources.training_data import instructed
+from sources.training_data import example_key, instructed
 from sources import load_examples
 
 TEMPLATE = (
@@ -184,6 +185,30 @@ def test_what_braces_cannot_write_is_refused(value, column, words):
 ])
 def test_an_instruction_goes_before_the_prompt_or_into_the_first_message(prompt, instruction, expected):
     assert instructed({"prompt": prompt, "level": 1}, instruction) == {"prompt": expected, "level": 1}
+
+
+def test_prompts_that_say_the_same_have_one_key_and_others_have_not():
+    same = ["What is  2+2?", "what is\n2+2? ", [{"role": "user", "content": "What is 2+2?"}]]
+    assert len({example_key({"prompt": prompt}) for prompt in same}) == 1
+    others = ["What is 2+3?", [{"role": "system", "content": "What is 2+2?"}],
+              [{"role": "user", "content": "What is"}, {"role": "user", "content": "2+2?"}]]
+    assert len({example_key({"prompt": prompt}) for prompt in [same[0], *others]}) == 4
+
+
+def test_the_order_depends_on_seed_and_position_alone():
+    def as_it_always_was(seed):
+        for epoch in range(3):
+            order = list(range(7))
+            random.Random(f"{seed} {epoch}").shuffle(order)
+            yield from order
+
+    for seed in 0, 1, 12:
+        batches = Batches(list(range(7)), batch_size=3, seed=seed)
+        assert [e for _ in range(7) for e in next(batches)] == list(as_it_always_was(seed))
+        assert batches.position == 21 and batches.take(0) == []
+        batches = Batches(list(range(7)), batch_size=3, seed=seed)
+        batches.position = 12                             # the whole state
+        assert [e for _ in range(3) for e in next(batches)] == list(as_it_always_was(seed))[12:]
 
 
 # ---- tokens ------------------------------------------------------------------------------------------------------------

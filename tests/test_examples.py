@@ -10,8 +10,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import exhaustive
-from project_files import ROOT
+from conftest import ROOT, exhaustive
 
 import train
 from analysis.reward_linter import lint

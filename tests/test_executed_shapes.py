@@ -8,8 +8,7 @@ from collections import Counter, namedtuple
 
 import pytest
 import torch
-from conftest import length_reward, start_run
-from project_files import ROOT
+from conftest import ROOT, length_reward, start_run
 
 import train
 

@@ -10,8 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import made_up_rollout, start_run
-from project_files import ROOT
+from conftest import ROOT, made_up_rollout, start_run
 
 import train
 from config import Config

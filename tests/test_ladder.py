@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from project_files import ROOT
+from conftest import ROOT
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import grpo

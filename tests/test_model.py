@@ -10,8 +10,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ARCHITECTURES, PROMPTS, WITH_TOWERS, quick_config
-from project_files import ROOT
+from conftest import ARCHITECTURES, PROMPTS, ROOT, WITH_TOWERS, quick_config
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 

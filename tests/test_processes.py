@@ -12,11 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from project_files import ROOT
 
 import train
 from conftest import (
-    ARCHITECTURES, PROMPTS, QUICK, WITH_TOWERS, exhaustive, length_reward, made_up_rollout, peaked_reward,
+    ARCHITECTURES, PROMPTS, QUICK, ROOT, WITH_TOWERS, exhaustive, length_reward, made_up_rollout, peaked_reward,
 )
 from forked import Program, Ranks
 from safetensors.torch import load_file

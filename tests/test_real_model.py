@@ -6,13 +6,12 @@ import shutil
 
 import pytest
 import torch
-from conftest import comparable, ctrl_c_after, logits_alone, weights_of
+from conftest import ROOT, comparable, ctrl_c_after, logits_alone, weights_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train
 from config import GRPOConfig
 from engine import make_engine
-from project_files import ROOT
 
 pytestmark = [
     pytest.mark.slow, pytest.mark.exhaustive,

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from project_files import ROOT
+from conftest import ROOT
 
 import rewards
 from config import GRPOConfig

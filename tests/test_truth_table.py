@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from project_files import ROOT
+from conftest import ROOT
 
 from grpo import LOSSES, compute_group_advantages
 

@@ -5,7 +5,7 @@ import io
 import re
 
 import pytest
-from project_files import ROOT
+from conftest import ROOT
 
 import infer
 

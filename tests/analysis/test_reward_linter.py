@@ -3,8 +3,7 @@
 import re
 
 import pytest
-from conftest import QUICK
-from project_files import ROOT
+from conftest import QUICK, ROOT
 
 import train
 from analysis.reward_linter import EXAMPLES, completions_of, doubtful_answers, lint

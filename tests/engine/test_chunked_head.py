@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from project_files import ROOT
+from conftest import ROOT
 
 from engine import chunked_head
 from logprobs import restrict_logits

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from project_files import ROOT
+from conftest import ROOT
 
 from engine import devices, host
 from engine.models import resolve_precision

@@ -169,7 +169,7 @@ def test_processes_forward_every_row_once_and_have_as_many_passes(model, tokeniz
 
 
 def test_a_sampler_of_ones_own_trains_and_evaluates_and_a_run_that_is_resumed_without_it_says_so(tmp_path, capsys, monkeypatch):
-    """That of the page trains in tests/test_snippets.py."""
+    """That of the page trains in tests/test_docs.py."""
     sampled, sample = [], Own.sample
     monkeypatch.setattr(Own, "sample", lambda policy, prompts, *args, **options: (
         sampled.append(len(prompts)), sample(policy, prompts, *args, **options))[1])

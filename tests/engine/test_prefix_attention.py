@@ -1,4 +1,4 @@
-"""Prefix attention against attention written out densely: values, gradients, layouts."""
+"""Prefix attention against attention written out densely: values, gradients, layouts. Packing of rows."""
 
 import pytest
 import torch
@@ -8,6 +8,7 @@ from transformers.models.gpt_oss import modeling_gpt_oss
 
 from engine import packing, prefix_attention
 from engine.errors import CannotShare
+from engine.packing import micro_batches_of_groups, pack_groups
 
 # Two groups and a lone row: prompts of 5, 20 and 9 tokens, completions of 12, 3, 1, and 30, 7, and 8.
 PROMPTS_AT = [(0, 5), (5, 20), (25, 9)]
@@ -117,3 +118,20 @@ def test_a_window_that_does_not_arrive_is_noticed_however_long_it_is(shared):
     shared.model.config.sliding_window = 4096             # the layers have kept 5
     with pytest.raises(CannotShare, match="attention layers by window"):
         shared.log_probs(made_up_rollout([5], [4, 4]))
+
+
+def test_rows_of_like_length_share_a_block():
+    rollout = made_up_rollout([4, 4], [10, 10, 9, 2])
+    layout = pack_groups(rollout, torch.arange(4)).layout
+    assert [(*block.tokens.shape, block.prompts.shape[1]) for block in layout.blocks] == [(2, 4, 0), (3, 10, 4), (1, 2, 4)]
+
+
+def test_a_batch_is_closed_when_one_more_row_would_exceed_the_budget():
+    """Rows of 10 + 5 tokens: siblings share a prompt, and one token less than needed splits them."""
+    rollout = made_up_rollout([10, 10], [5, 5, 5, 5])
+    rows = torch.arange(4)
+    assert [len(b) for b in micro_batches_of_groups(rollout, rows, 40)] == [4]
+    assert [len(b) for b in micro_batches_of_groups(rollout, rows, 39)] == [2, 2]
+    assert [len(b) for b in micro_batches_of_groups(rollout, rows, 20)] == [2, 2]
+    assert [len(b) for b in micro_batches_of_groups(rollout, rows, 19)] == [1, 1, 1, 1]
+    assert len(micro_batches_of_groups(rollout, rows, 1000, min_batches=3)) >= 3

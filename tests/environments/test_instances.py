@@ -1,4 +1,4 @@
-"""Environments with a state: TRL's contract, threads, time limits, and what bad ones cost."""
+"""Environments with a state: TRL's contract, threads, time limits, and what bad ones cost; the guessing game; columns."""
 
 import itertools
 import json
@@ -19,12 +19,13 @@ from data import encode_prompt
 from engine import make_engine
 from engine.errors import RunError
 from engine.shared import Shared
-from environments.conversations import Conversations, sample_with_environment
-from environments.instances import close_all, load_environment, refuse_missing_columns, tools_of
-from environments.tools import run_call
+from environments.conversations import Conversation, Conversations, sample_with_environment
+from environments.instances import close_all, load_environment, refuse_missing_columns, responders, tools_of
+from environments.tools import guess_letter, run_call
 from reward_functions import environment
+from rewards import correctness
 from runs.groups import Scoring, sampler_of, score
-from scripted_turns import run_scripted_turns
+from sources import load_examples
 
 CALL = '<tool_call>{"name": "%s", "arguments": %s}</tool_call>'
 
@@ -91,6 +92,18 @@ def start(tokenizer, settings, cls, example):
     conversations = Conversations(tokenizer, load_environment(cls), [{"prompt": "p "} | example], settings, [1], [(0, 0)])
     conversations.restart()
     return conversations.each[0]
+
+
+def run_scripted_turns(conversation, turns):
+    """Run a conversation with given turns of the policy. Return the messages and the total points."""
+    total, turns = 0.0, turns[: conversation.config.max_turns]
+    for number, text in enumerate(turns, start=1):
+        message, points = conversation.environment_step(text)
+        total += points
+        if message is None or number == len(turns):
+            break
+        conversation.messages.append(message)
+    return conversation.messages[conversation.num_prompt_messages :], total + conversation.final_reward()
 
 
 def play(tokenizer, settings, cls, example, *turns):
@@ -306,3 +319,38 @@ def test_the_text_of_reset_counts_as_a_part_of_the_prompt(model, tokenizer, sett
     assert sample(24).prompt_ids.shape[1] == 24           # with BOS
     with pytest.raises(RunError, match="with the text of reset a prompt has 24 tokens, more than --max_prompt_length=23;"):
         sample(23)
+
+
+# ---- functions as environments -------------------------------------------------------------------------------------
+
+
+def test_an_environment_gets_the_columns_it_asks_for():
+    examples = [{"prompt": "p", "completion": "c", "topic": "t", "answer": "3"}, {"prompt": "q", "answer": "4"}]
+    (first, second) = responders(lambda conversation, topic: (conversation, topic), examples)
+    assert first("x") == ("x", "t") and second("x") == ("x", None)
+    (first, _) = responders(lambda conversation, **columns: columns, examples)
+    assert first([]) == {"topic": "t", "answer": "3"}, "never the demonstration"
+    (first, _) = responders(lambda conversation, level, topic=1: (level, topic), examples)
+    assert first([]) == (None, "t"), "other examples have the column"
+    with pytest.raises(ValueError, match="--environment=mine: needs the column level"):
+        refuse_missing_columns("mine", lambda conversation, level, topic=1: None, examples)
+    refuse_missing_columns("mine", lambda conversation, topic: None, examples)
+
+
+def test_demonstrations_of_the_game_are_games_and_its_ranges_are_held_out(tokenizer, settings):
+    train_set, test_set = (load_examples("guess_letter", split) for split in ("train", "test"))
+    assert len({e["prompt"] for e in train_set}) == 108 and len({e["prompt"] for e in test_set}) == 27
+    assert not {e["prompt"] for e in train_set} & {e["prompt"] for e in test_set}
+    for example in train_set[:200]:
+        (respond,) = responders(guess_letter, [example])
+        game = example["completion"]
+        game = [{"role": "assistant", "content": game}] if isinstance(game, str) else game           # a first guess that is right
+        turns = [message["content"] for message in game[::2]]
+        conversation = Conversation(tokenizer, example["prompt"], respond, replace(settings, max_turns=20), [1])
+        messages, points = run_scripted_turns(conversation, turns)
+        assert messages == game and points == pytest.approx(1 - 0.1 * (len(turns) - 1))
+        assert correctness([messages], answer=[example["answer"]]) == [1.0]
+        low, high = example["prompt"].strip("?").split("-")
+        assert 8 <= ord(high) - ord(low) + 1 <= 16 and low <= example["answer"] <= high
+    for nonsense in "hm", "<answer>ab</answer>", "<answer></answer>", "<answer>7</answer>":
+        assert guess_letter([{"role": "assistant", "content": nonsense}], answer="c") == ("a letter", -0.2)

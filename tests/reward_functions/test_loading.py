@@ -10,13 +10,12 @@ import sys
 
 import pytest
 import torch
-from project_files import ROOT
 from test_rewards import needs_math_verify
 from wrapped_rewards import call_and_score
 
 import reward_functions
 import rewards
-from conftest import made_up_rollout
+from conftest import ROOT, made_up_rollout
 from reward_functions.loading import BUILT_IN, load_reward_function, missing_columns, require_columns
 from reward_functions.sandbox import run_python
 

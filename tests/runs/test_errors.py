@@ -15,10 +15,8 @@ from contextlib import suppress
 import pytest
 import torch
 from conftest import (
-    QUICK, assert_same, assert_same_to_rounding, ctrl_c_after, length_reward, num_steps, quick_config,
-    run_folder,
+    QUICK, ROOT, assert_same, assert_same_to_rounding, ctrl_c_after, length_reward, num_steps, quick_config, run_folder,
 )
-from project_files import ROOT
 from forked import Program
 
 import analysis.evaluation

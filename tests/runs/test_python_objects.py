@@ -5,8 +5,7 @@ import re
 
 import datasets
 import pytest
-from conftest import quick_config
-from project_files import ROOT
+from conftest import ROOT, quick_config
 
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel

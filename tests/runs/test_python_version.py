@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from project_files import ROOT
+from conftest import ROOT
 
 OLD = """#!/bin/sh
 exec {python} -c '

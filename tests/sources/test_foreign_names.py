@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from project_files import ROOT
+from conftest import ROOT
 
 from config import Config, FLAGS
 from runs.command_line import parse_config, parse_infer
