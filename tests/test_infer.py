@@ -92,16 +92,8 @@ MINE = '''
 def length(completions, **columns):
     return [float(len(text)) for text in completions]
 
-def first_half(completions, prompts, **columns):
-    return [float(prompt < "p4") for prompt in prompts]
-
 def later(completions, prompts, **columns):
     return [None if prompt == "p0" else 2.0 for prompt in prompts]
-
-def strict(completions, prompts, **columns):
-    if "p2" in prompts:
-        raise ValueError("first line\\nsecond line")
-    return [1.0 for prompt in prompts]
 '''
 SUMS = "--evaluate arithmetic --limit 40 --generation_max_length 4".split()
 
@@ -177,16 +169,6 @@ def test_prompts_without_answers_are_completed_into_a_file_with_their_columns(fo
     assert all(completion["reward"] is None for completion in completions)
 
 
-def test_rows_without_an_answer_do_not_count_for_accuracy(folder, scripted, tmp_path, capsys):
-    scripted += ["<answer>1</answer>"]
-    file = write_lines(tmp_path / "some.jsonl", [{"prompt": "a", "answer": "1"}, {"prompt": "b"}, {"prompt": "c", "answer": "2"}])
-    argv = ["--model_path", folder, "--evaluate", file, "--generation_max_length", "4"]
-    written = result_of(tmp_path, *argv, "--reward_functions", "repetition_penalty", "correctness")
-    assert [problem["completions"][0]["rewards"]["correctness"] for problem in written["problems"]] == [1.0, None, 0.0]
-    printed = capsys.readouterr().out
-    assert re.search(r"accuracy 0.500 \[.*\] of 2, cut \d+%\nreward/repetition_penalty 0.000 of 3\nreward 0.333 \[.*\] of 3\n", printed)
-
-
 def test_what_a_function_could_not_score_is_left_out(folder, tmp_path, prompts, capsys):
     functions = ["--reward_functions", f"{tmp_path}/mine.py:length", f"{tmp_path}/mine.py:later"]
     written = result_of(tmp_path, "--model_path", folder, *prompts, *functions, "--samples", "2")
@@ -198,26 +180,6 @@ def test_what_a_function_could_not_score_is_left_out(folder, tmp_path, prompts, 
     printed = capsys.readouterr().out
     assert "reward/later 2.000 of 7 x 2\n" in printed and f"\nreward {mean:.3f} [" in printed and "accuracy" not in printed
     assert f"reward/length {statistics.mean(lengths):.3f} [{statistics.mean(lengths) - half:.3f}, " in printed
-
-
-def test_a_function_alone_and_the_sum_have_the_same_interval(folder, tmp_path, prompts, capsys):
-    infer.main(["--model_path", folder, *prompts, "--reward_functions", f"{tmp_path}/mine.py:length"])
-    function, total = capsys.readouterr().out.splitlines()
-    assert re.fullmatch(r"reward/length \d+.\d+ \[.*\] of 8", function) and total == function.replace("/length", "")
-
-
-def test_a_function_of_zeros_and_ones_is_the_accuracy(folder, tmp_path, prompts, capsys):
-    infer.main(["--model_path", folder, *prompts, "--reward_functions", f"{tmp_path}/mine.py:first_half", "--samples", "2"])
-    printed = capsys.readouterr().out
-    assert re.fullmatch(r"accuracy 0.500 \[.*\] of 8 x 2, cut \d+%\npass@2 0.500 \[.*\] of 8 x 2\n", printed), "no majority"
-
-
-def test_a_function_that_raises_is_one_line_or_unscored(folder, tmp_path, prompts):
-    argv = ["--model_path", folder, *prompts, "--reward_functions", f"{tmp_path}/mine.py:strict"]
-    with pytest.raises(RunError, match=r"^reward function strict raised ValueError: first line second line \(mine.py.*on 8 completions"):
-        infer.main(argv)
-    written = result_of(tmp_path, *argv, "--reward_errors", "none")
-    assert all(problem["completions"][0]["reward"] is None for problem in written["problems"]), "the call scored all of them"
 
 
 def test_a_conversation_whose_environment_raises_is_one_line_or_unscored_and_not_right(folder, tmp_path, scripted):

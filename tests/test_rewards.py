@@ -15,6 +15,7 @@ from sources import load_examples
 from experience import combine_and_clip
 from grpo import compute_group_advantages
 from reward_functions import check_answer, math_equality
+from reward_functions.calling import Reports, wrap_reward_functions
 from reward_functions.loading import BUILT_IN, load_reward_function
 from rewards import compute_rewards_for_completions
 
@@ -123,6 +124,15 @@ def rollout_of(*texts):
         prompt_ids=torch.tensor([[0, 7], [8, 9]])[:prompts], prompt_mask=torch.tensor([[False, True], [True, True]])[:prompts],
         turn_points=None,
     )
+
+
+def call_and_score(functions, weights, rollout, examples, *, reports=None, on_error="raise", timeout=0.0):
+    """The points of functions called as in training, added up; fills reports."""
+    config = GRPOConfig(reward_errors=on_error, reward_timeout=timeout)
+    wrapped, made = wrap_reward_functions(functions, rollout, config)
+    scored = compute_rewards_for_completions(wrapped, weights, rollout, examples)
+    vars(reports or Reports()).update(vars(made))
+    return scored
 
 
 EXAMPLES = [{"prompt": "p", "answer": "1", "completion": "gold"}, {"prompt": "q", "answer": "2", "level": 3}]

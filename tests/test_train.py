@@ -78,13 +78,6 @@ def test_the_default_engine_learns_a_one_token_task_in_eight_steps(tmp_path):
     assert rewards[0] < 0.25 and sum(rewards[4:]) / 4 > 0.88                     # 0.94
 
 
-def test_a_reward_file_that_is_edited_between_two_runs_is_read_again(tmp_path):
-    for points in 1.0, 25.0:
-        (tmp_path / "own.py").write_text(f"def own(completions, **columns):\n    return [{points}] * len(completions)\n")
-        train.train(quick_config(tmp_path / f"{points}", max_steps=1, eval_limit=0, reward_functions=[f"{tmp_path}/own.py:own"]))
-        assert read_jsonl(tmp_path / f"{points}/metrics.jsonl")[0]["mean_reward"] == points
-
-
 def test_a_loop_that_is_called_again_after_memory_ran_out_goes_on_with_the_smaller_limit(tmp_path, monkeypatch):
     """As in a notebook: Ctrl-C, and the cell once more."""
     flags = dict(max_steps=3, eval_limit=0, engine="shared", reward_functions=[length_reward(tmp_path)])

@@ -150,11 +150,6 @@ def test_a_reference_is_computed_as_a_callers_own_policy_is_without_its_optimize
     assert reference.log_probs(rollout, torch.arange(0)).logp.shape == (0, rollout.completion_ids.shape[1])
 
 
-def test_a_sampler_of_one_process_in_float32_is_refused_where_it_would_train_wrongly(tmp_path):
-    with pytest.raises(ValueError, match="engine: Own supports neither several processes nor float16; derive it from DevicePolicy"):
-        set_up(quick_config(tmp_path / "run", precision="float16"), engine=Own)
-
-
 @pytest.mark.parametrize("make", [DevicePolicy, Shared])
 def test_processes_forward_every_row_once_and_have_as_many_passes(model, tokenizer, monkeypatch, make):
     policy, rollout = make(model, tokenizer, max_tokens=30), made_up_rollout([9, 5, 7], [5, 1, 9, 4, 12, 3])

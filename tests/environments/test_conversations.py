@@ -24,7 +24,7 @@ from model import byte_tokenizer
 from reward_functions import environment
 from rewards import correctness
 from sample import demonstrations_as_rollout, opened_thought
-from wrapped_rewards import call_and_score
+from test_rewards import call_and_score
 
 CHATS = [[{"role": "system", "content": "be brief"}, {"role": "user", "content": prompt}] for prompt in PROMPTS[:2]]
 

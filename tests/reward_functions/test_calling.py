@@ -9,21 +9,25 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from conftest import start_run
-from test_rewards import EXAMPLES, rollout_of
-from wrapped_rewards import call_and_score, length
+from test_rewards import EXAMPLES, call_and_score, rollout_of
 
 from engine.errors import RunError
 from reward_functions.calling import Reports
-from reward_functions.loading import load_reward_function
+from reward_functions.loading import load_reward_function, require_columns
 from runs.folder import read_jsonl
 from runs.results import evaluate_and_log, refuse_taken_names
 from sources import load_examples
 from train import grpo_training_step
+
+
+def length(completions, **columns):
+    return [float(len(text)) for text in completions]
 
 
 def score(function, *texts, examples=EXAMPLES, **options):
@@ -65,6 +69,31 @@ def test_reward_functions_of_trl_run_unchanged(name, tmp_path):
         [function], [1.0], rollout_of(*texts), load_examples(str(tmp_path / "data.jsonl")), timeout=60.0
     )
     torch.testing.assert_close(total[0].tolist(), TRLS_POINTS[name])
+
+
+FILE = Path(__file__).with_name("foreign_rewards.py")
+ROW = {
+    "prompt": [{"role": "user", "content": "6+1=?"}], "answer": "7", "solution": "7",
+    "verification_info": {"language": "e", "inputs": [1, 2]}, "data_source": "openai/gsm8k",
+}
+OTHER = ROW | {"answer": "x", "solution": "x"}
+POINTS = {                      # of two completions of the first row, and two of the other one
+    "accuracy_reward": [1, 0, None, None],
+    "code_reward": [1, 2, 1, 2],
+    "compute_score": [1, 0, 0, 0],
+}
+
+
+@pytest.mark.parametrize("name", POINTS)
+def test_reward_functions_of_others_run_unchanged(name):
+    function, reports = load_reward_function(f"{FILE}:{name}"), Reports()
+    examples = [ROW | {"extra_info": {"index": 4}}, OTHER | {"extra_info": {"index": 5}}]
+    require_columns([function], examples, "the data")
+    rollout = rollout_of("#### 7", "maybe", "#### 7", "maybe")
+    _, per_function = call_and_score([function], [1.0], rollout, examples, reports=reports, timeout=30.0)
+    assert [None if p != p else p for p in per_function[name].flatten().tolist()] == POINTS[name]
+    if name == "compute_score":
+        assert [row["compute_score/index"] for row in reports.extra] == [4, 4, 5, 5]
 
 
 def test_a_function_gets_every_column_repeated_for_siblings_in_lists_of_its_own_and_never_the_demonstration():

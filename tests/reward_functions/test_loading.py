@@ -10,8 +10,7 @@ import sys
 
 import pytest
 import torch
-from test_rewards import needs_math_verify
-from wrapped_rewards import call_and_score
+from test_rewards import call_and_score, needs_math_verify
 
 import reward_functions
 import rewards

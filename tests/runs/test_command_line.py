@@ -92,6 +92,7 @@ MISTAKES = [                    # flags of train.py behind --use_grpo, and what 
     ("--reward_functions environment", "--reward_functions=environment: .* add --environment"),
     ("--environment calculator --max_turns 2 --use_value_head --reward_combination gdpo "
      "--reward_functions environment", "--reward_combination=gdpo: --use_value_head uses the unscaled reward"),
+    ("--use_grpo false --reward_functions correctness", "--reward_functions: not used in supervised training; add --use_grpo"),
     ("--reward_weights 1 2", "--reward_weights.*2 weights for 3 reward functions"),
     ("--use_kl_penalty --kl_estimator k1", "--kl_estimator=k1: in a loss its expected gradient is 0"),
     ("--use_kl_penalty --kl_in reward --kl_estimator k3", "--kl_estimator=k3: in a reward only k1"),

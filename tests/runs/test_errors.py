@@ -15,7 +15,7 @@ from contextlib import suppress
 import pytest
 import torch
 from conftest import (
-    QUICK, ROOT, assert_same, assert_same_to_rounding, ctrl_c_after, length_reward, num_steps, quick_config, run_folder,
+    QUICK, ROOT, assert_same, assert_same_to_rounding, ctrl_c_after, length_reward, num_steps, run_folder,
 )
 from forked import Program
 
@@ -23,14 +23,13 @@ import analysis.evaluation
 import train
 from engine.cache import PrefixCache
 from engine.errors import RunError
-from engine import devices, host
+from engine import devices
 from engine.models import load_any_policy, save_any_policy
 from infer import main
 from policy import Policy, RatioError
 from runs.checkpoint import latest_checkpoint
 from runs.errors import STOP, exit_on_errors, stop_on_signal
 from runs.folder import read_jsonl
-from runs.setup import set_up
 from sample import LogitsError
 
 OUT_OF_MEMORY = (
@@ -138,14 +137,6 @@ def test_sampling_that_finds_no_memory_samples_fewer_at_once_and_the_same(tmp_pa
     assert saved_setting(failed, "grpo", "generation_batch_size") == 8
     texts = [[r["completion_ids"] for r in read_jsonl(folder / "rollouts.jsonl")] for folder in (whole, failed)]
     assert texts[0] == texts[1] and len(texts[0]) == 2 * 16
-
-
-def test_limits_that_were_halved_stay_in_the_file_when_a_notebook_calls_the_loop_again(tmp_path):
-    run = set_up(quick_config(tmp_path / "run", max_steps=1))
-    with run.started():
-        run.change_setting("max_tokens_per_forward", 512, "")
-    train.training_loop(run)
-    assert saved_setting(tmp_path / "run", "training", "max_tokens_per_forward") == 512
 
 
 def test_weights_that_are_not_finite_are_one_line(tmp_path, folder, capsys):
@@ -265,12 +256,6 @@ def test_signals_of_a_batch_system_stop_after_the_step(number):
         if number != signal.SIGHUP:                       # which closes the output: above
             signal.raise_signal(number)
             assert requested()
-
-
-def test_the_threads_of_other_programs_are_not_counted_in_vain(monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr(host, "used_seconds", lambda: pytest.fail("all processes were walked"))
-    host.idle_cores.choose_threads(print)
 
 
 @pytest.mark.slow

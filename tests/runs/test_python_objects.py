@@ -13,6 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import train
 from config import Config, TrainingConfig
 from engine.errors import RunError
+from policy import Policy
 from rewards import correctness
 from runs.checkpoint import latest_checkpoint
 from runs.folder import read_jsonl
@@ -103,23 +104,30 @@ def test_one_function_a_generator_of_functions_and_objects_without_a_hash_are_re
     assert any("eval_reward/Rule" in line for line in read_jsonl(tmp_path / "run/metrics.jsonl"))
 
 
-@pytest.mark.parametrize("objects,message", [
-    (dict(reward_functions=[None]), "None is neither a function nor the name of one"),
-    (dict(environment=3, reward_functions=["correctness"]), "3 is neither a function"),
-    (dict(eval_dataset=[]), "dataset: no examples in it"),
-    (dict(reward_functions=[Rule(), Rule()]), "two have the name Rule; rename one by its __name__"),
-    (dict(reward_functions=[shorter, lambda completions, **columns: [0]], dataset=EXAMPLES), "1 weights for 2 reward functions"),
-    (dict(reward_functions=[lambda texts: [0]]), "--reward_functions python:<lambda>: add completions, a list of them, to its parameters"),
-    (dict(reward_functions=[shorter], dataset=["p", "q", "r", "s"]), "needs the column hint, which python:list does not have"),
-    (dict(environment=lambda: None, reward_functions=[correctness, "environment"]), "must take the conversation"),
-    (dict(environment=echo), "with --max_turns=1 its messages would not be used"),
-    (dict(reward_functions=[]), "name at least one"),
+SMALL = GPT2LMHeadModel(GPT2Config(vocab_size=100, n_embd=8, n_layer=1, n_head=1))
+
+
+@pytest.mark.parametrize("objects,flags,message", [
+    (dict(reward_functions=[None]), {}, "None is neither a function nor the name of one"),
+    (dict(environment=3, reward_functions=["correctness"]), {}, "3 is neither a function"),
+    (dict(eval_dataset=[]), {}, "dataset: no examples in it"),
+    (dict(reward_functions=[Rule(), Rule()]), {}, "two have the name Rule; rename one by its __name__"),
+    (dict(reward_functions=[shorter, lambda completions, **columns: [0]], dataset=EXAMPLES), dict(reward_weights=[1.0]),
+     "1 weights for 2 reward functions"),
+    (dict(reward_functions=[lambda texts: [0]]), {}, "--reward_functions python:<lambda>: add completions, a list of them, to its parameters"),
+    (dict(reward_functions=[shorter], dataset=["p", "q", "r", "s"]), {}, "needs the column hint, which python:list does not have"),
+    (dict(environment=lambda: None, reward_functions=[correctness, "environment"]), dict(max_turns=2), "must take the conversation"),
+    (dict(environment=echo), {}, "with --max_turns=1 its messages would not be used"),
+    (dict(reward_functions=[]), {}, "name at least one"),
+    (dict(reference=SMALL), dict(use_kl_penalty=False), "--reference_path=python:GPT2LMHeadModel: there is no KL penalty that would use it"),
+    (dict(reference=SMALL), dict(use_grpo=False, use_kl_penalty=True), "reference: only GRPO uses it; add use_grpo"),
+    (dict(reference=SMALL), dict(use_kl_penalty=True), "reference: it has 100 tokens, the tokenizer 263"),
+    (dict(engine=Policy), dict(precision="float16"), "engine: Policy supports neither several processes nor float16; derive it from DevicePolicy"),
+    ({}, dict(check=True), "check: is for the command line"),
 ])
-def test_wrong_objects_are_one_line_before_anything_is_loaded(objects, message, tmp_path):
-    weights = [1.0] if "weights" in message else []
-    turns = 2 if "conversation" in message else 1
+def test_wrong_objects_are_one_line_before_a_run_begins(objects, flags, message, tmp_path):
     with pytest.raises(ValueError) as error:
-        train.train(quick_config(tmp_path / "run", reward_weights=weights, max_turns=turns), **objects)
+        train.train(quick_config(tmp_path / "run", **flags), **objects)
     assert message in str(error.value) and "\n" not in str(error.value) and not (tmp_path / "run").exists()
 
 
@@ -170,17 +178,6 @@ def test_a_run_from_python_is_resumed_with_the_same_objects_bit_for_bit(tmp_path
         assert torch.equal(weights, resumed.state_dict()[name]), name
 
 
-def test_a_teacher_that_does_not_fit_is_refused_in_one_line(tmp_path, model):
-    small = GPT2LMHeadModel(GPT2Config(vocab_size=100, n_embd=8, n_layer=1, n_head=1))
-    for number, (flags, teacher, message) in enumerate([
-        (dict(use_kl_penalty=False), model, "--reference_path=python:Gemma3ForCausalLM: there is no KL penalty that would use it"),
-        (dict(use_grpo=False, use_kl_penalty=True), model, "^reference: only GRPO uses it; add use_grpo$"),
-        (dict(use_kl_penalty=True), small, "reference: it has 100 tokens, the tokenizer 263"),
-    ]):
-        with pytest.raises(ValueError, match=message):
-            set_up(quick_config(tmp_path / str(number), **flags), reference=teacher)
-
-
 def test_what_is_no_optimizer_is_refused_when_its_phase_begins(tmp_path):
     run = set_up(quick_config(tmp_path / "run"), optimizer=lambda pairs: [1, 2])
     with pytest.raises(RunError, match="optimizer: returned a list, not a torch Optimizer"):
@@ -193,9 +190,3 @@ def test_what_is_no_optimizer_is_refused_when_its_phase_begins(tmp_path):
     run.make_optimizer = lambda pairs: TwoInOne([parameter for _, parameter in pairs])
     with pytest.raises(RunError, match="optimizer: its state_dict lacks state or param_groups: no run could be resumed"):
         run.begin_phase()
-
-
-def test_check_is_for_the_command_line_alone(tmp_path):
-    with pytest.raises(ValueError, match="check: is for the command line"):
-        train.train(quick_config(tmp_path / "run", check=True))
-    assert not list(tmp_path.iterdir())

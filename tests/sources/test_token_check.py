@@ -144,15 +144,6 @@ def test_ids_are_those_of_the_file_whatever_class_is_named_beside_it(tmp_path, n
         assert loaded(text, add_special_tokens=False).input_ids == own.encode(text, add_special_tokens=False).ids
 
 
-def test_a_variable_that_the_template_does_not_have_is_refused(tmp_path):
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = "{% if enable_thinking %}{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
-    tokenizer.save_pretrained(tmp_path)
-    load_any_tokenizer(ModelConfig(str(tmp_path), chat_template_kwargs='{"enable_thinking": false}'))
-    with pytest.raises(ValueError, match=r"^--chat_template_kwargs=.*: the chat template has no variable enable_thinkng$"):
-        load_any_tokenizer(ModelConfig(str(tmp_path), chat_template_kwargs='{"enable_thinkng": false}'))
-
-
 def test_a_demonstration_is_encoded_behind_its_prompt():
     """A tokenizer that puts a space before a text: behind a line break, which ends the prompt, there is none."""
     pieces = words(["<pad>", "<eos>", "<unk>", "\u2581", *"0123456789\n"], pad_token="<pad>", eos_token="<eos>")
