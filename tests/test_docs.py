@@ -18,6 +18,7 @@ from typing import get_args
 import pytest
 
 import grpo
+import infer
 import train
 from config import FLAGS, GRPOConfig, ModelConfig
 from grpo import LOSSES
@@ -114,7 +115,7 @@ def test_the_readme_lists_every_file_at_the_top_and_links_every_folder():
 
 
 def test_the_functions_of_the_readmes_step_are_in_the_files_it_links_to():
-    """The step itself runs in test_core.py, beside nothing but the files that it needs."""
+    """The step itself runs in test_layout.py, beside nothing but the files that it needs."""
     text = (ROOT / "README.md").read_text().partition("<!-- step -->")[2]
     block, links = re.search(r"```py\n(.*?)```\n\n(.*?)\n\n", text, flags=re.DOTALL).groups()
     calls = [node.func for node in ast.walk(ast.parse(block)) if isinstance(node, ast.Call)]
@@ -196,3 +197,50 @@ def test_the_functions_of_the_readme_do_what_it_says(monkeypatch, tmp_path):
     assert names["short"](texts, answer=["7"] * 3) == [1.0, 0.0, 0.0]
     (config,) = started
     assert config.training.use_grpo and config.grpo.weights == [1, 0.2]
+
+
+# ---- docs/your-own-task.md: its files are written, its commands are run, with fewer steps -------------------------------
+
+OWN_TASK = (ROOT / "docs/your-own-task.md").read_text()
+FILES = dict(re.findall(r"```python\n# (\S+)\n(.*?)```", OWN_TASK, flags=re.DOTALL))
+COMMANDS = re.findall(r"^ {4}python (\S+) ?(.*)$", OWN_TASK.replace("\\\n        ", ""), flags=re.MULTILINE)
+FEWER = "--max_steps 2 --cold_start_steps 2 --batch_size 4 --eval_limit 4 --report_to none"
+
+
+def run(program, words):
+    """What `python program words` does, with fewer steps; returns what its main function does."""
+    if program == "train.py":
+        return train.main([*words, *FEWER.split()])
+    return infer.main(words)
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    """Folder; and program, code and output of every command, in order, in a folder with nothing but the page's files."""
+    folder, results = tmp_path_factory.mktemp("task"), []
+    for name, text in FILES.items():
+        (folder / name).write_text(text)
+    for program, arguments in COMMANDS:
+        words = [word.strip('"') for word in re.findall(r'"[^"]*"|\S+', arguments)]
+        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as output:
+            patch.chdir(folder)
+            code = run(program, words)
+        results.append((program, code, output.getvalue()))
+    return folder, results
+
+
+@pytest.mark.slow
+def test_every_command_of_the_page_runs(ran):
+    folder, results = ran
+    assert len(results) == 5
+    for program, code, output in results:
+        assert not code, f"{program}: {output}"
+    assert (folder / "outputs/words/report.html").exists() and (folder / "outputs/turns/final").is_dir()
+
+
+def test_the_linter_says_what_the_page_says(ran):
+    printed = [output for _, _, output in ran[1] if "| reward |" in output]
+    assert len(printed) == 2 and "\n- not less than gold" in printed[0] and "\n- " not in printed[1]
+    lines = [line for output in printed for line in output.splitlines() if line.startswith(("|", "- "))]
+    of_kinds = {re.sub(r"(?<=\|)[^|]*\|$", "", line) for line in lines}         # without the column of the model
+    assert of_kinds <= set(OWN_TASK.splitlines())

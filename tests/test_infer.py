@@ -133,7 +133,7 @@ def test_one_completion_is_what_a_run_says(folder, scripted, settings, capsys):
         scripted.append(f"<answer>{example['answer'] if p % 3 == 0 else 'x'}</answer>")
     infer.main(["--model_path", folder, *SUMS])
     engine = make_engine("shared", *load_any_policy(Config.of(model_path=folder).model))
-    settings = replace(settings, generation_max_length=4)
+    settings = replace(settings, generation_max_length=4, generation_temperature=1.0, generation_top_k=0, generation_top_p=1.0)
     result = evaluation.evaluate(engine, load_examples("arithmetic", "test", limit=40), settings, seed=0)
     assert capsys.readouterr().out == held_out_text(result, Config()) + "\n" and result["eval_accuracy"] == 14 / 40
 

@@ -1,8 +1,10 @@
 """The default reward functions by example, and how points are added up."""
 
 import importlib.util
+import itertools
 import math
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -11,12 +13,14 @@ from conftest import ROOT
 
 import rewards
 from config import GRPOConfig
+from environments.tools import calculate, guess_letter, run_calls
 from sources import load_examples
 from experience import combine_and_clip
 from grpo import compute_group_advantages
-from reward_functions import check_answer, math_equality
+from reward_functions import check_answer, math_equality, mathematics, programs
 from reward_functions.calling import Reports, wrap_reward_functions
 from reward_functions.loading import BUILT_IN, load_reward_function
+from reward_functions.models import parse_rating
 from rewards import compute_rewards_for_completions
 
 needs_math_verify = pytest.mark.skipif(
@@ -104,15 +108,57 @@ COLUMNS = dict(
 )
 
 
+def points(name, *texts):
+    columns = {column: [value] * len(texts) for column, value in COLUMNS.items()}
+    columns["answer"] = ["B" if name == "multiple_choice" else "132"] * len(texts)
+    return load_reward_function(name)(list(texts), prompts=["p"] * len(texts), **columns)
+
+
 @pytest.mark.parametrize("name", BUILT_IN)
 @pytest.mark.parametrize(
     "text", ["", "<answer>", "</answer><answer>", "\x00é" * 9, f"<answer>{'9' * 5000}</answer>", "." * 99, "\ud800"]
 )
 def test_nothing_that_a_model_prints_makes_a_reward_function_raise(name, text):
-    columns = {column: [value] * 2 for column, value in COLUMNS.items()}
-    columns["answer"] = ["B" if name == "multiple_choice" else "132"] * 2
-    for points in load_reward_function(name)([text, text], prompts=["p", "p"], **columns):
-        assert isinstance(points, float) and math.isfinite(points)
+    for reward in points(name, text, text):
+        assert isinstance(reward, float) and math.isfinite(reward)
+
+
+IN_A_SANDBOX = {"math_equality", "passes_tests"}          # their time is that of processes
+UNITS = [
+    "<reasoning>", "</reasoning>", "<answer>", "</answer>", "<answer>1", "</reasoning> <answer>", "<reasoning>x</reasoning>",
+    "<reasoning>x</reasoning><answer>1</answer>", "(", "[", '{"a":', "[1,", "(1+", "\\frac{", "```\n", "```json\n{}\n```",
+    "9", "1,", "1.", "-",
+    "1/", "\u0663", "a ", "a b c d ", " ", "\n", "\\", "rm  -r", "\\boxed{", "<think>", "/10 ", "calculate(", "calculate()) ",
+    "<tool_call>",
+]
+FRAMES = ["{}", "<answer>{}</answer>", "<answer>{}!", "```json\n{}", "\\boxed{{{}}}"]
+
+
+def rating(text):
+    try:
+        return parse_rating(text)
+    except ValueError:
+        return None
+
+
+READERS = {
+    **{name: lambda text, name=name: points(name, text, text) for name in BUILT_IN if name not in IN_A_SANDBOX},
+    "judge": rating,
+    "math_equality's reading": lambda text: mathematics.in_box(text[:mathematics.LONGEST_TEXT]),
+    "passes_tests's reading": lambda text: programs.program_of(text, {"f(1)"}),
+    "calculator": lambda text: run_calls(text, {"calculate": calculate}),
+    "guess_letter": lambda text: guess_letter([{"role": "assistant", "content": text}], "e"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", READERS)
+def test_no_completion_of_100_000_characters_takes_a_second(name):
+    for frame, unit in itertools.product(FRAMES, UNITS):
+        text = frame.format(unit * (100_000 // len(unit)))
+        started = time.process_time()
+        READERS[name](text)
+        assert time.process_time() - started < 1, (frame, unit)
 
 
 def rollout_of(*texts):

@@ -46,7 +46,7 @@ def fall(t):                    # of ten rollouts, from 1 to 0
     return max(0.0, 1 - t / 10)
 
 
-GENERATED = {                   # lines, the findings, words in the first one
+GENERATED = {                   # lines, the findings, words in the first one, flags
     "collapse in ten rollouts": (
         changed(lambda t, line: {"reward/correctness": 0.97 * fall(t), "mean_reward": 0.18 + 1.03 * fall(t),
             "zero_variance_groups": 0.3},
@@ -80,14 +80,19 @@ GENERATED = {                   # lines, the findings, words in the first one
         [line | {"truncated": 0.9, "zero_variance_groups": 1.0, "zero_variance_right_groups": 0.0, "reward/correctness": 0.0,
                  "mean_reward": 0.0, "completion_tokens": 250.0, "entropy": 1.0} for line in healthy(3)], ["truncation"],
                      "90% of the completions were cut"),
+    "nearly all are right, with a value head": (healthy(2, 300, 0.3, 1.0), [], "", {"use_value_head": True}),
+    "falling entropy with a teacher alone": (changed(lambda t, line: {"entropy": line["entropy"] * 0.97**t}), [], "",
+        {"reward_functions": ["none"], "use_kl_penalty": True, "reference_path": "teacher"}),
+    "entropy falls and completions grow, where more are right": (
+        [line | {"entropy": 0.5**(t / 50), "completion_tokens": 23.0 + t} for t, line in enumerate(healthy(8, 150, 0.3, 0.85))], [], ""),
 }
 
 
 @pytest.mark.parametrize("name", GENERATED)
 def test_each_kind_of_run_has_its_finding_and_no_other(name):
-    lines, expected, words = GENERATED[name]
-    found = findings(lines)
-    assert list(found) == expected and words in found[expected[0]]
+    lines, expected, words, *flags = GENERATED[name]
+    found = findings(lines, **dict(*flags))
+    assert list(found) == expected and words in " ".join(found.values())
 
 
 def test_healthy_runs_have_no_findings():
@@ -98,17 +103,6 @@ def test_healthy_runs_have_no_findings():
 def test_nothing_is_found_where_nothing_is_known_or_before_ten_rollouts():
     assert findings([{}] * 40) == findings([dict.fromkeys(healthy()[0])] * 40) == findings([{"skipped": 1}] * 9) == {}
     assert diagnose([{"phase": "supervised", "loss": 1.0}], flags_of()) == []
-
-
-def test_equal_rewards_are_usual_with_a_value_head_and_a_run_with_a_teacher_alone_is_not_judged():
-    assert findings(GENERATED["nearly all are right"][0], use_value_head=True) == {}
-    assert findings(GENERATED["entropy x 0.97 a rollout"][0], reward_functions=["none"], use_kl_penalty=True,
-        reference_path="teacher") == {}
-
-
-def test_entropy_may_fall_and_completions_may_grow_where_more_are_right():
-    assert findings([line | {"entropy": 0.5**(t / 50), "completion_tokens": 23.0 + t}
-        for t, line in enumerate(healthy(8, 150, 0.3, 0.85))]) == {}
 
 
 def test_a_small_loss_of_reward_is_no_collapse():

@@ -18,13 +18,12 @@ ANY = dict(generation_max_length=40, generation_temperature=1.0, generation_top_
 
 @pytest.fixture
 def compactions(monkeypatch):
-    """(completions, rows, capacity) of every call of compact."""
-    calls = []
-    real = cache.PrefixCache.compact
+    """(completions, rows, the cache) of every call of compact."""
+    calls, real = [], cache.PrefixCache.compact
 
-    def noted(self, row_ids, prompt_of, dummy, capacity):
-        result = real(self, row_ids, prompt_of, dummy, capacity)
-        calls.append((len(row_ids), len(result), capacity))
+    def noted(self, row_ids, *args):
+        result = real(self, row_ids, *args)
+        calls.append((len(row_ids), len(result), self))
         return result
 
     monkeypatch.setattr(cache.PrefixCache, "compact", noted)
@@ -50,22 +49,12 @@ def test_the_cache_is_compacted_as_completions_end_and_grow(shared, monkeypatch,
     assert sample(12, capacity=64, kept=2**14) == queued and len(compactions) > 3, "prompts that wait begin as soon as others have ended"
 
 
-def test_a_prompt_is_held_once_for_two_siblings_in_the_layers_precision(shared, monkeypatch):
-    held = []
-    real = cache.PrefixCache.compact
-
-    def noted(self, *args):
-        result = real(self, *args)
-        held[:] = [keys for keys, _ in self.layers]
-        return result
-
-    monkeypatch.setattr(cache.PrefixCache, "compact", noted)
+def test_a_prompt_is_held_once_for_two_siblings_in_the_layers_precision(shared, compactions):
     for precision, dtype in ("float32", torch.float32), ("bfloat16", torch.bfloat16):
-        held.clear()
         config = GRPOConfig(num_completions_per_prompt=8, **ANY | {"generation_max_length": 10})
         with_precision(shared.model, precision)
         shared.sample(["a prompt of 23 tokens"], config, seeds=0)
-        assert {(keys.shape, keys.dtype) for keys in held} == {((4, 22 + 2 * 9, 2, 8), dtype)}, "a row for two siblings"
+        assert {(keys.shape, keys.dtype) for keys, _ in compactions[-1][2].layers} == {((4, 22 + 2 * 9, 2, 8), dtype)}, "a row for two siblings"
 
 
 def test_prompts_are_forwarded_end_to_end_without_padding(shared, monkeypatch):

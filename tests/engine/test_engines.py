@@ -174,16 +174,6 @@ def test_a_sampler_of_ones_own_trains_and_evaluates_and_a_run_that_is_resumed_wi
     assert "'engine': 'Own'}: equal up to rounding" in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_sampler_of_ones_own_is_checked_before_a_run_begins(tmp_path):
-    class Wrong(Policy):
-        def sample(self, *args, **options):
-            rollout = super().sample(*args, **options)
-            return replace(rollout, sampling_logp=rollout.sampling_logp - 0.05 * rollout.completion_mask)
-
-    with pytest.raises(ValueError, match=r"^start-up check: sampler and trainer differ by at most 5\.0e-02 nat"):
-        set_up(quick_config(tmp_path / "run"), engine=Wrong)
-
-
 def test_an_engine_that_does_not_call_reply_is_refused_with_an_environment(model, tokenizer, settings):
     model.generation_config.eos_token_id = list(range(1, 200))
     with pytest.raises(RunError, match="the policy's sample does not call reply, which an environment needs"):

@@ -26,6 +26,7 @@ def test_what_is_no_arithmetic_is_told_to_the_model_and_harms_nobody(expression)
     assert answer.startswith("error: ") and len(answer) < 200 and "\n" not in answer
 
 
+SUM = '{"name": "calculate", "arguments": {"expression": "47+85"}}'
 CALL = '<tool_call>\n{"name": "calculate", "arguments": {"expression": "%s"}}\n</tool_call>'
 
 
@@ -67,6 +68,12 @@ TOOLS = dict(
     ('<tool_call>{"name": "fails", "arguments": [1]}</tool_call>', ["error: not {"]),
     ('<tool_call>{"name": "fails", "arguments": {"a": 1}}</tool_call>', ["error: KeyError"]),
     ('<tool_call>{"name": "calculate", "arguments": {"x": 1}}</tool_call>', ["error: calculate() got an unexpected keyword"]),
+    # In a fenced block or without tags, behind thoughts.
+    (f"<think>\nI use it.\n</think>\n\n{SUM}", ["132"]), (f"```json\n{SUM}\n```", ["132"]), (f"```\n{SUM}\n```", ["132"]),
+    (f"I will use the calculator:\n```json\n{SUM}\n```\nand then tell you.", ["132"]), (SUM.replace("arguments", "parameters"), ["132"]),
+    (f"<think>\n<tool_call>\n{SUM}\n</tool_call>\n</think>\nIt is 132.", []), (f"<think>\n<tool_call>\n{SUM}\n</tool_call>", []),
+    ("<think>calculate(47+85)", []), ('```json\n{"name": "Tom", "age": 5}\n```', []), ('{"name": ["calculate"]}', []),
+    ("```json\n[1]\n```", []), (f"```json\n{'[' * 9000}\n```", []),
     # At the end of a message.
     ("so: calculate(3*(4+5))", ["27"]), ("With calculate(x) I get calculate(3*(4+5)) ", ["27"]), ("calculate('1+1')", ["2"]),
     ("calculate(7)", ["7"]),

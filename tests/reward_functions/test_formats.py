@@ -1,4 +1,4 @@
-"""Rewards for answer formats by example."""
+"""Rewards for answer formats and countdown, and heuristics, by example."""
 
 import math
 import sys
@@ -120,3 +120,77 @@ def test_answer_pattern():
     texts = ["<answer>2024-01-31</answer>", "<answer>on 2024-01-31</answer>", "<answer>2024-01-31?</answer>", "2024-01-31", ""]
     assert reward_functions.answer_pattern([*texts, texts[0]], pattern=[date] * 5 + [None]) == [1.0, 0.0, 0.0, 0.0, 0.0, None]
     assert reward_functions.answer_pattern([*texts[:1] * 2, ""], pattern=[math.nan, "", ".*"]) == [None, None, 0.0]
+
+
+@pytest.mark.parametrize("answer,points", [
+    ("(3*4)+7", 1.0),
+    (" 7 + 4*3 ", 1.0),
+    ("3*4", 0.0),                                         # one is missing
+    ("3*4+7+7-7", 0.0),                                   # one used again
+    ("34-15", 0.0),                                       # the target, from other numbers
+    ("-(3-7)*4", 0.0),                                    # a sign is no operation between two numbers
+    ("3*4+7.0", 0.0),
+    ("3*4+int(7)", 0.0),
+    ("7(3)+4", 0.0),
+    ("3*4+07", 0.0),
+    ("3/(4-4)", 0.0),
+    ("3**4**7", 0.0),
+    ("(" * 100 + "3*4+7" + ")" * 90, 0.0),
+    ("(" * 97 + "3*4+7" + ")" * 97, 1.0),
+    ("(" * 5000 + "3*4+7" + ")" * 5000, 0.0),
+    ("__import__('os').abort()", 0.0),
+    ("\u0663*4+7", 0.0),                                  # a three, in Arabic
+])
+@pytest.mark.filterwarnings("error")
+def test_countdown(answer, points):
+    text = f"<reasoning>x</reasoning><answer>{answer}</answer>"
+    assert reward_functions.countdown([text], numbers=[[7, 3, 4]], target=[19]) == [points]
+    assert reward_functions.countdown([text], numbers=[["4", "7", "3"]], target=["19"]) == [points]
+
+
+@pytest.mark.parametrize("answer,numbers,target,points", [
+    ("3", [3], 3.7, 0.0), ("37/10", [37, 10], 3.7, 1.0), ("37/10", [37, 10], "3.7", 1.0), ("15/4", [15, 4], "15/4", 1.0),
+    ("1/3", [1, 3], 0.33, 0.0),
+    ("3-6", [3, 6], -3.5, 0.0), ("3-6", [3, 6], -3, 1.0), ("3*4", [3.7, 4], 12, 0.0), ("2*2", [2.5, 2], 4, 0.0),
+    ("3*4", [3.0, "4.0"], "12.0", 1.0),
+    ("12", "12", 12, 1.0), ("12", 12, 12, 1.0),
+    ("1+2", "12", 3, 0.0),                                        # one text is a list of one
+])
+def test_numbers_and_target_are_not_rounded_and_a_single_number_is_a_list(answer, numbers, target, points):
+    assert reward_functions.countdown([f"<answer>{answer}</answer>"], numbers=[numbers], target=[target]) == [points]
+
+
+def test_countdown_counts_in_fractions_and_wants_one_answer_in_tags_or_a_box_behind_the_thoughts():
+    texts = ["<answer>8/(3-8/3)</answer>", "8/(3-8/3)", "<answer>8/(3-8/3)</answer>" * 2, "So the expression is \\boxed{8/(3-8/3)}."]
+    texts += ["<think>\n8/3\n</think>\n<answer>8/(3-8/3)</answer>", "<think>\n<answer>8/(3-8/3)</answer>", "<answer>8/(3-8/3) = 24</answer>"]
+    points = [1.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0]
+    assert reward_functions.countdown(texts, numbers=["[3, 8, 3, 8]"] * 7, target=["24"] * 7) == points
+    assert reward_functions.countdown(texts[:3], numbers=[None, [3], "nan"], target=[24, float("nan"), 24]) == [None] * 3
+
+
+@pytest.mark.parametrize(
+    "text,points", [("a b c d e", 0.0), ("a b a b a b", -1 / 3), ("la " * 100, -96 / 97), ("", 0.0), ("a b c", 0.0),
+                    ("!" * 100, -96 / 97), ("一二三四五六", 0.0), ("一二三四" * 25, -93 / 97), ("ab" * 1000, -96 / 97)]
+)
+def test_repetition_penalty(text, points):
+    assert reward_functions.repetition_penalty([text]) == pytest.approx([points])
+
+
+def test_diversity_compares_characters_where_a_script_has_no_spaces():
+    assert reward_functions.diversity(["一二三", "一二四"], prompts=["p"] * 2) == pytest.approx([2 / 3] * 2)
+
+
+def test_diversity_looks_at_siblings_only():
+    assert reward_functions.diversity(["a b", "a b", "c d"], prompts=["p"] * 3) == [0.5, 0.5, 1.0]
+    assert reward_functions.diversity(["a b", "a b", "c d"], prompts=["p", "q", "p"]) == [1.0, None, 1.0]
+    assert reward_functions.diversity(["", "", "x"], prompts=["p"] * 3) == [0.5, 0.5, 1.0]
+    chats = [[{"role": "user", "content": "p"}]] * 2
+    assert reward_functions.diversity(["a b c", "a b d"], prompts=chats) == pytest.approx([2 / 3] * 2)
+
+
+@pytest.mark.parametrize("text,forbidden,points", [
+    ("rm -rf /", [r"rm\s+-rf"], 0.0), ("RM  -RF", [r"rm\s+-rf"], 0.0), ("ls", [r"rm\s+-rf"], 1.0), ("ls", None, None),
+    ("arm", "rm", 0.0), ("for me", "rm", 1.0), ("", "rm", 1.0), ("rm", [], 1.0), ("rm", float("nan"), None), ("rm", "", None),
+])
+def test_safety(text, forbidden, points):
+    assert reward_functions.safety([text], forbidden=[forbidden]) == [points]

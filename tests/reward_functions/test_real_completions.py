@@ -10,7 +10,6 @@ import pytest
 from test_rewards import needs_math_verify
 
 import reward_functions
-from environments.tools import calculate, run_calls
 
 LONG = "Natalia sold 48/2 = 24 clips in May. Altogether she sold 48+24 = 72 clips in April and May."
 TAGGED = "<reasoning>{}</reasoning>\n<answer>{}</answer>"
@@ -130,30 +129,3 @@ def test_the_program_in_a_completion():
     tests = [["assert square(3) == 9", "assert square(-4) == 16"]] * len(PROGRAMS)
     rewards = reward_functions.passes_tests([text for text, _ in PROGRAMS], tests)
     assert [(row, reward) for row, reward in zip(PROGRAMS, rewards) if reward != row[1]] == []
-
-
-@pytest.mark.parametrize("text,points", [
-    ("<think>\n3*4 is 12\n</think>\n<answer>(3*4)+7</answer>", 1), ("So the expression is \\boxed{3*4+7}.", 1),
-    ("<think>\n<answer>3*4+7</answer>", 0),
-    ("<answer>3*4+7 = 19</answer>", 0), ("<answer>3 \u00d7 4 + 7</answer>", 0),
-])
-def test_the_expression_in_a_completion(text, points):
-    assert reward_functions.countdown([text], numbers=["[7, 3, 4]"], target=["19"]) == [points]
-
-
-CALL = '{"name": "calculate", "arguments": {"expression": "47+85"}}'
-
-
-@pytest.mark.parametrize("text,results", [
-    (f"<tool_call>\n{CALL}\n</tool_call>", ["132"]),
-    (f"<think>\nI use it.\n</think>\n\n<tool_call>\n{CALL}\n</tool_call>", ["132"]),
-    (f"```json\n{CALL}\n```", ["132"]), (f"I will use the calculator:\n```json\n{CALL}\n```\nand then tell you.", ["132"]),
-    (f"```\n{CALL}\n```", ["132"]),
-    (CALL.replace("arguments", "parameters"), ["132"]), ("calculate(47+85)", ["132"]),
-    (f"<think>\n<tool_call>\n{CALL}\n</tool_call>\n</think>\nIt is 132.", []),
-    (f"<think>\n<tool_call>\n{CALL}\n</tool_call>", []), ("<think>calculate(47+85)", []),
-    ('```json\n{"name": "Tom", "age": 5}\n```', []), ('{"name": ["calculate"]}', []), ("```json\n[1]\n```", []),
-    (f"```json\n{'[' * 9000}\n```", []),
-])
-def test_the_tool_calls_of_a_message(text, results):
-    assert run_calls(text, {"calculate": calculate}) == results

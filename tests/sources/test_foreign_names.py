@@ -144,15 +144,11 @@ def test_every_answer_names_flags_that_exist_and_no_name_is_a_flag():
     ("--num_generation 4", "--num_generation: unknown flag; here --num_completions_per_prompt"),
     ("--learning_rat 1", "--learning_rat: unknown flag; did you mean --learning_rate?"),
     ("--xyzzy --top_p 1", "--xyzzy: unknown flag; see --help | --top_p: unknown flag; did you mean --generation_top_p?"),
+    # infer.py answers with its own flags alone.
+    ("--question 1+1 --max_new_tokens 5", "--max_new_tokens: unknown flag; here --generation_max_length"),
+    ("--question 1+1 --lora_r 5", "--lora_r: unknown flag; see --help"),
 ])
 def test_a_name_is_answered_however_it_is_spelt(typed, answer):
     with pytest.raises(ValueError) as error:
-        parse_config(["--use_grpo", *typed.split()] if typed[0] == "-" else [*"--use_grpo --seed 1".split(), typed])
+        parse_infer(typed.split(), "") if "--question" in typed else parse_config([*"--use_grpo --seed 1".split(), *typed.split()])
     assert str(error.value) == answer
-
-
-def test_infer_answers_with_its_own_flags_alone():
-    with pytest.raises(ValueError, match="--max_new_tokens: unknown flag; here --generation_max_length"):
-        parse_infer(["--question", "1+1", "--max_new_tokens", "5"], "")
-    with pytest.raises(ValueError, match="--lora_r: unknown flag; see --help"):
-        parse_infer(["--question", "1+1", "--lora_r", "5"], "")
