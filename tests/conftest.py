@@ -235,6 +235,19 @@ def ctrl_c_after(step, where="log_step"):
         yield
 
 
+def watch_calls(patch, owner, name, act=lambda number: None):
+    """Return a list to which the arguments of each call of a function are added. act(number of the call) comes before it."""
+    real, calls = getattr(owner, name), []
+
+    def watched(*args, **options):
+        calls.append(args)
+        act(len(calls))
+        return real(*args, **options)
+
+    patch.setattr(owner, name, watched)
+    return calls
+
+
 def comparable(folder):
     """What must not depend on when a run was stopped: all but the times."""
     drop = ("seconds", "memory")

@@ -63,6 +63,9 @@ def test_variables_reach_the_template_and_are_saved_with_the_tokenizer(base, tmp
     for variables, expected in [("", OPEN), ("{}", OPEN), ('{"enable_thinking": true}', OPEN), (OFF, OPEN + EMPTY)]:
         tokenizer = load(base, chat_template_kwargs=variables)
         assert tokenizer.decode(encode_prompt(tokenizer, "1+1=?")) == expected
+        reply = encode_reply(tokenizer, "1+1=?", {"role": "user", "content": "no"}, [tokenizer.eos_token_id])
+        opened = expected.removeprefix(OPEN)
+        assert tokenizer.decode(reply) == f"\n<|im_start|>user\nno<|im_end|>\n<|im_start|>assistant\n{opened}", "the next turn"
     again = shutil.copytree(base, tmp_path / "again")
     tokenizer.save_pretrained(again)
     for variables, expected in [("", OPEN + EMPTY), ("{}", OPEN), (OFF, OPEN + EMPTY)]:
@@ -82,13 +85,6 @@ def test_prompt_and_demonstration_are_what_the_template_makes_of_both(base, vari
         messages = [{"role": "user", "content": "1+1=?"}, {"role": "assistant", "content": demonstration}]
         whole = tokenizer.apply_chat_template(messages, tokenize=False)
         assert tokenizer.decode(encode_prompt(tokenizer, "1+1=?") + ids) + "\n" == whole
-
-
-def test_a_reply_opens_the_next_turn_with_the_same_variables(base):
-    for variables, opened in ("", ""), (OFF, EMPTY):
-        tokenizer = load(base, chat_template_kwargs=variables)
-        reply = encode_reply(tokenizer, "1+1=?", {"role": "user", "content": "no"}, [tokenizer.eos_token_id])
-        assert tokenizer.decode(reply) == f"\n<|im_start|>user\nno<|im_end|>\n<|im_start|>assistant\n{opened}"
 
 
 def test_none_leaves_text_as_it_is(base):

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from conftest import watch_calls
 from test_data import write_lines
 
 import infer
@@ -53,15 +54,9 @@ def test_control_characters_are_shown_as_escapes_and_kept_in_files(folder, token
 def test_the_prompt_of_a_question_has_the_instruction_and_a_conversation_shows_its_tools(folder, tokenizer, capsys, monkeypatch):
     reply = encode_reply(tokenizer, "Add.\n2+2?", {"role": "tool", "content": "4"}, [tokenizer.eos_token_id])
     script_tokens(monkeypatch, tokenizer, "calculate(2+2)", len(reply), "it is 4")
-    real, prompts = evaluation.score, []
-
-    def recorded(rollout, examples, *args):
-        prompts.extend(example["prompt"] for example in examples)
-        return real(rollout, examples, *args)
-
-    monkeypatch.setattr(evaluation, "score", recorded)
+    scored = watch_calls(monkeypatch, evaluation, "score")
     infer.main(["--model_path", folder, "--question", "2+2?", "--instruction", "Add.", "--environment", "calculator", "--max_turns", "3"])
-    assert prompts == ["Add.\n2+2?"]
+    assert [example["prompt"] for _, examples, *_ in scored for example in examples] == ["Add.\n2+2?"]
     assert capsys.readouterr().out == "assistant: calculate(2+2)\ntool: 4\nassistant: it is 4\n"
 
 
@@ -198,36 +193,26 @@ def test_a_conversation_whose_environment_raises_is_one_line_or_unscored_and_not
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_the_batch_size_bounds_what_is_sampled_at_once_and_changes_no_answer(folder, tmp_path, monkeypatch, prompts, size):
-    real, batches = evaluation.score, []
-
-    def counting(rollout, examples, scoring, config):
-        batches.append(config.generation_batch_size)
-        return real(rollout, examples, scoring, config)
-
-    monkeypatch.setattr(evaluation, "score", counting)
+    calls = watch_calls(monkeypatch, evaluation, "score")
     argv = ["--model_path", folder, *prompts, "--limit", "3", "--samples", "2", "--reward_functions", "diversity"]
     every = result_of(tmp_path, *argv)["problems"]
     (tmp_path / "result.json").unlink()
     assert every == result_of(tmp_path, *argv, "--generation_batch_size", f"{size}")["problems"]
-    assert batches == [64, size, size, size], "at least the two completions of one problem"
+    assert [config.generation_batch_size for *_, config in calls] == [64, size, size, size], "at least the two completions of one problem"
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RunError, None])
 def test_an_evaluation_that_stopped_continues_and_its_file_is_that_of_one_that_did_not(folder, tmp_path, prompts, capsys, monkeypatch, error):
     """The third of four batches raises; after None, all is there, and the model is not loaded."""
-    real, calls = evaluation.score, []
-
-    def raising(*args):
-        calls.append(args)
-        if error and len(calls) == 3:
+    def raise_in_third(number):
+        if error and number == 3:
             raise error("in the third batch")
-        return real(*args)
 
     write_lines(tmp_path / "prompts.jsonl", [{"prompt": f"p{i}", "level": math.nan if i else 0.5} for i in range(8)])
     argv = ["--model_path", folder, *prompts, "--reward_functions", f"{tmp_path}/mine.py:length", "--generation_batch_size", "2"]
     infer.main([*argv, "--json", str(tmp_path / "whole.json")])
     printed = capsys.readouterr().out
-    monkeypatch.setattr(evaluation, "score", raising)
+    calls = watch_calls(monkeypatch, evaluation, "score", raise_in_third)
     with pytest.raises(error) if error else nullcontext():
         result_of(tmp_path, *argv)
     if error:

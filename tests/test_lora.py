@@ -92,6 +92,8 @@ def test_the_reference_is_the_adapter_as_it_was(saved, tmp_path, settings, engin
     """An adapter that was trained before: a reference without it would be another model."""
     model, tokenizer = load(saved, lora_rank=4)
     save_any_policy(with_noise(model), tokenizer, tmp_path / "adapter")
+    with pytest.raises(ValueError, match=r"--lora_rank=8: the adapter in .* has 4"):
+        load(tmp_path / "adapter", lora_rank=8)
     (model, _), (as_loaded, _) = load(tmp_path / "adapter"), load(tmp_path / "adapter")
     policy = make_engine(engine, model, tokenizer)
     rollout, reference, as_loaded = policy.sample(PROMPTS, settings, 0), policy.frozen_copy(), policy.like(as_loaded)
@@ -136,18 +138,6 @@ def test_a_check_with_a_new_adapter_of_the_built_in_model_writes_nothing(tmp_pat
     assert not run_folder(tmp_path / "run", "--use_grpo", "--lora_rank", "4", "--check").exists()
 
 
-def test_an_adapter_keeps_its_rank_and_needs_its_base(tmp_path, tokenizer):
-    torch.manual_seed(0)
-    save_any_policy(ARCHITECTURES["llama"]().eval(), tokenizer, tmp_path / "base")
-    model, _ = load(tmp_path / "base", lora_rank=4)
-    save_any_policy(model, tokenizer, tmp_path / "adapter")
-    with pytest.raises(ValueError, match=r"--lora_rank=8: the adapter in .* has 4"):
-        load_any_policy(ModelConfig(str(tmp_path / "adapter"), lora_rank=8))
-    (tmp_path / "base").rename(tmp_path / "elsewhere")
-    with pytest.raises(ValueError, match=r"^--model_path=\S*/adapter: cannot be loaded: .*/base'"):
-        load_any_policy(ModelConfig(str(tmp_path / "adapter")))
-
-
 def test_an_adapter_is_loaded_with_its_own_base_wherever_it_is_or_refused(tmp_path, tokenizer, monkeypatch):
     def write(folder, seed):
         torch.manual_seed(seed)
@@ -171,6 +161,9 @@ def test_an_adapter_is_loaded_with_its_own_base_wherever_it_is_or_refused(tmp_pa
     assert is_the_same(), "although another model is in the old place"
     shutil.rmtree(tmp_path / "a/run/base")
     with pytest.raises(ValueError, match=rf"^--model_path=\S+/final: {tmp_path}/a/base is not the model that the adapter [^\n]+$"):
+        is_the_same()
+    shutil.rmtree(tmp_path / "a/base")
+    with pytest.raises(ValueError, match=r"^--model_path=\S*/final: cannot be loaded: .*/base'"):
         is_the_same()
     settings = tmp_path / "a/run/final/adapter_config.json"
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"base_model_name_or_path": "own/base"}))

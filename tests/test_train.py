@@ -9,15 +9,14 @@ import pytest
 import torch
 
 import train
-from conftest import ctrl_c_after, length_reward, num_steps, quick_config, run_folder, start_run
+from conftest import ctrl_c_after, length_reward, num_steps, quick_config, run_folder, start_run, watch_calls
 from runs.folder import read_jsonl
 from runs.setup import set_up
 
 
 @pytest.mark.slow
 def test_several_updates_per_rollout_count_as_so_many_steps_and_end_on_time(tmp_path, monkeypatch):
-    seeds, minibatches = [], train.minibatches
-    monkeypatch.setattr(train, "minibatches", lambda config, rows, seed: seeds.append(seed) or minibatches(config, rows, seed))
+    calls = watch_calls(monkeypatch, train, "minibatches")
     flags = "--use_grpo --cold_start_steps 0 --ppo_epochs 2 --minibatch_size 8 --max_steps 10 --learning_rate 1e-3"
     flags += f" --reward_functions {length_reward(tmp_path)}"
     folder = run_folder(tmp_path / "out", *flags.split(), "--eval_steps", "3", "--log_rollouts_every", "5")
@@ -25,7 +24,7 @@ def test_several_updates_per_rollout_count_as_so_many_steps_and_end_on_time(tmp_
     steps = [m for m in lines if m["phase"] == "grpo"]
     assert [(m["step"], m["updates"]) for m in steps] == [(4, 4), (8, 4), (10, 2)]
     assert [m["step"] for m in lines if m["phase"] == "eval"] == [0, 4, 8, 10]
-    assert len({*seeds}) == len(seeds) == 3, "every step orders its minibatches anew"
+    assert len({seed for *_, seed in calls}) == len(calls) == 3, "every step orders its minibatches anew"
     assert all(m["approx_kl"] > 0 and m["ratio_deviation"] > 0 for m in steps) and steps[0]["clip_fraction"] > 0
     assert {r["step"] for r in read_jsonl(folder / "rollouts.jsonl")} == {4, 8}
     assert steps[-1]["learning_rate"] == pytest.approx(0, abs=1e-9), "the schedule counts the same steps"

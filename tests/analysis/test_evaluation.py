@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import assert_same, run_folder
+from conftest import assert_same, run_folder, watch_calls
 from test_data import write_lines
 
 import train
@@ -185,18 +185,11 @@ def test_a_signal_in_the_first_or_last_evaluation_stops_it_and_a_resumed_run_rep
     """An evaluation has four batches of two problems."""
     flags = "--use_grpo --cold_start_steps 0 --max_steps 2 --generation_batch_size 4 --log_rollouts_every 1".split()
     flags += ["--eval_samples", "2"]
-    never, real, calls = run_folder(tmp_path / "never", *flags), evaluation.score, []
+    never = run_folder(tmp_path / "never", *flags)
     first = read_jsonl(never / "metrics.jsonl")[0]
     shown = f"of 8 x 2, pass@2 {first['eval_pass@2']:.3f}, cut {first['eval_truncated']:.0%}\n"
     assert re.search(r"held out at step 0: accuracy 0.000 \[0.000, 0.\d+\] " + re.escape(shown), capsys.readouterr().out)
-
-    def interrupted(*args):
-        calls.append(args)
-        if len(calls) == call:
-            signal.raise_signal(signal.SIGINT)
-        return real(*args)
-
-    monkeypatch.setattr(evaluation, "score", interrupted)
+    calls = watch_calls(monkeypatch, evaluation, "score", lambda number: number == call and signal.raise_signal(signal.SIGINT))
     stopped = run_folder(tmp_path / "stopped", *flags)
     assert len(calls) == call and not (stopped / "final").exists()
     assert "; continue with: python train.py" in capsys.readouterr().out

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import PROMPTS
+from conftest import PROMPTS, watch_calls
 
 from config import GRPOConfig
 from engine import cache, sampler
@@ -58,13 +58,10 @@ def test_a_prompt_is_held_once_for_two_siblings_in_the_layers_precision(shared, 
 
 
 def test_prompts_are_forwarded_end_to_end_without_padding(shared, monkeypatch):
-    sizes = []
-    real = cache.forward_packed
-    monkeypatch.setattr(cache, "forward_packed", lambda model, ids, *args: (
-        sizes.append(tuple(ids.shape)), real(model, ids, *args))[1])
+    passes = watch_calls(monkeypatch, cache, "forward_packed")
     config = GRPOConfig(num_completions_per_prompt=2, **ANY | {"generation_max_length": 1})
     shared.sample(["a long prompt among short ones", "x", "y"], config, seeds=0)
-    assert sizes == [(1, 31 + 2 + 2)]
+    assert [tuple(ids.shape) for _, ids, *_ in passes] == [(1, 31 + 2 + 2)]
 
 
 def test_logits_that_are_not_finite_are_named(shared, settings):

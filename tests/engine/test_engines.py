@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import PROMPTS, made_up_rollout, quick_config
+from conftest import PROMPTS, made_up_rollout, quick_config, watch_calls
 from torch.nn.utils import parameters_to_vector
 
 from config import GRPOConfig
@@ -165,11 +165,9 @@ def test_processes_forward_every_row_once_and_have_as_many_passes(model, tokeniz
 
 def test_a_sampler_of_ones_own_trains_and_evaluates_and_a_run_that_is_resumed_without_it_says_so(tmp_path, capsys, monkeypatch):
     """That of the page trains in tests/test_docs.py."""
-    sampled, sample = [], Own.sample
-    monkeypatch.setattr(Own, "sample", lambda policy, prompts, *args, **options: (
-        sampled.append(len(prompts)), sample(policy, prompts, *args, **options))[1])
+    sampled = watch_calls(monkeypatch, Own, "sample")
     train(quick_config(tmp_path / "run"), engine=Own)
-    assert sampled == [2, 4, 4, 4, 4], "start-up check, evaluation, two steps, evaluation"
+    assert [len(prompts) for _, prompts, *_ in sampled] == [2, 4, 4, 4, 4], "start-up check, evaluation, two steps, evaluation"
     set_up(quick_config(tmp_path / "run", resume=True))
     assert "'engine': 'Own'}: equal up to rounding" in " ".join(capsys.readouterr().out.split())
 

@@ -5,7 +5,7 @@ import time
 import warnings
 
 import pytest
-from conftest import read_programs
+from conftest import read_programs, watch_calls
 
 from reward_functions import programs, sandbox
 from reward_functions.programs import passes_tests
@@ -156,17 +156,10 @@ def test_without_tests_there_is_no_score():
 
 
 def test_the_program_is_not_told_what_is_expected(monkeypatch):
-    seen = []
-    real = sandbox.run_python
-
-    def spy(code, **options):
-        seen.append(code)
-        return real(code, **options)
-
-    monkeypatch.setattr(programs, "run_python", spy)
+    seen = watch_calls(monkeypatch, programs, "run_python")
     program = "def f(x): return x"
     passes_tests([program], [["assert f(12) == 987654321", "assert f(3) in {987654321, 3}"]])
-    with_program = [code for code in seen if program in code]
+    with_program = [code for (code,) in seen if program in code]
     assert len(with_program) == 2 and len(seen) == 3
     assert not any("987654321" in code for code in with_program)
 

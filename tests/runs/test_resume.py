@@ -13,22 +13,18 @@ from forked import Ranks
 
 import runs.run
 import train
+from engine.errors import RunError
 from runs import phases
 from runs.folder import read_jsonl
 from runs.results import held_out_score
 from runs.run import Run
 
-# Scores that a random number decides, as a reward function may; with a file "fails" beside it each call raises once.
+# Scores that a random number decides, as a reward function may.
 REWARDS = """
 import random
-from pathlib import Path
 import numpy, torch
-failed = set()
 
 def length(completions, **columns):
-    if Path(__file__).with_name("fails").exists() and tuple(completions) not in failed:
-        failed.add(tuple(completions))
-        raise KeyError("failed")
     return [float(len(c)) for c in completions]
 
 def drawn(completions, **columns):
@@ -83,23 +79,6 @@ def test_ctrl_c_in_every_step(tmp_path, kind, monkeypatch):
     steps = {line["step"] for line in read_jsonl(whole / "metrics.jsonl") if line["phase"] != "eval"}
     assert {step for _, step in pressed} >= steps
     assert_same(stopped, whole)
-
-
-@pytest.mark.slow
-def test_a_reward_function_that_raises_in_every_call(tmp_path, capsys):
-    flags = flags_of("default", tmp_path)
-    whole = run_folder(tmp_path / "whole", *flags)
-    (tmp_path / "fails").touch()
-    folder, errors = tmp_path / "raised", []
-    while not (folder / "final").exists():
-        try:
-            resume(folder) if (folder / "config.json").exists() else run_folder(folder, *flags)
-        except SystemExit as stop:
-            errors.append(capsys.readouterr().err)
-            assert stop.code in (1, 2) and "length raised KeyError: 'failed' (rewards.py, line 10)" in errors[-1], errors
-            assert len(errors[-1].strip().splitlines()) == 1
-    assert len(errors) > 5
-    assert_same(folder, whole)
 
 
 def kill(run, folder, draws):
@@ -180,6 +159,7 @@ def test_a_complete_run_with_a_constant_learning_rate_goes_on_as_if_it_had_been_
     # Between gradient and update, when scores, prompts and random numbers of the step were recorded and drawn.
     ("engine.device_policy.sum_and_clip_gradient", torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), 2, 0),
     exhaustive("engine.device_policy.sum_and_clip_gradient", AssertionError("a bug"), 2, 0),
+    ("train.sample_groups", RunError("reward function own raised KeyError"), 2, 0),            # scores the completions
     ("runs.run.write_step", OSError("no such console"), 3, 0),                 # after the update
     ("torch.optim.AdamW.step", torch.OutOfMemoryError("CUDA out of memory."), 2, 2),               # in it: the last checkpoint
 ])
@@ -197,7 +177,7 @@ def test_any_error_in_a_step_saves_first_and_no_step_is_lost_or_counted_twice(
     def fails_once(*args, **kwargs):
         calls.append(1)
         if len(calls) == 3:
-            if saved == 3:
+            if where in ("train.sample_groups", "runs.run.write_step"):
                 real(*args)
             raise error
         return real(*args, **kwargs)
