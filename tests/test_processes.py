@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,17 +16,18 @@ import torch
 
 import train
 from conftest import (
-    ARCHITECTURES, PROMPTS, QUICK, ROOT, WITH_TOWERS, exhaustive, length_reward, made_up_rollout, peaked_reward,
+    ARCHITECTURES, CURRENT_ARCHITECTURES, PROMPTS, QUICK, ROOT, WITH_TOWERS, exhaustive, length_reward, made_up_rollout, peaked_reward,
 )
 from forked import Program, Ranks
 from safetensors.torch import load_file
 from test_sample import Traced
 
-from config import GRPOConfig
+from config import GRPOConfig, ModelConfig
+from engine import sharding
 from engine.device_policy import DevicePolicy
 from engine.devices import best_device, is_main, num_processes, shutdown
-from engine.models import save_any_policy
-from engine.network import Network
+from engine.models import load_any_policy, save_any_policy
+from engine.network import Network, move
 from engine.shared import Shared
 from engine.sharding import full_tensor, shard
 from experience import Batch, Experience
@@ -305,8 +307,62 @@ def test_ranks_with_other_settings_end_with_one_line_that_names_the_first(tmp_pa
     assert "train.py: seed is 0 on rank 0 and 1 on rank 1: start all ranks with" in done.stderr
 
 
-if __name__ == "__main__":
-    found = results()
-    if is_main():
-        torch.save(found, sys.argv[1])
+# ---- loading: the weights and buffers of one process, in shards --------------------------------------------------------
+
+
+@pytest.mark.parametrize("processes,mesh,names", [
+    # Sizes that do not divide evenly.
+    (3, {"replicate": 1, "fsdp": 3, "tp": 1}, ["gemma3", "gpt2", "gpt_oss", "gemma4_shared_keys", "lfm2", "gemma3_vision"]),
+    exhaustive(4, {"replicate": 2, "fsdp": 2, "tp": 1}, ["gemma3", "qwen3_moe"]),
+    exhaustive(4, {"replicate": 1, "fsdp": 2, "tp": 2}, ["gemma3", "qwen3", "gemma3_vision"]),
+])
+def test_every_architecture_is_loaded_as_in_one_process(tmp_path, processes, mesh, names):
+    for name, build in (ARCHITECTURES | CURRENT_ARCHITECTURES | WITH_TOWERS).items():
+        if name in names:
+            torch.manual_seed(0)
+            save_any_policy(build(), byte_tokenizer(), tmp_path / name)
+    done = Ranks(processes, __file__, str(tmp_path), json.dumps(mesh)).wait(400)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert re.findall(r"(\S+): the same", done.stdout) == sorted(path.name for path in tmp_path.iterdir())
+
+
+def compare(folder: Path, mesh: dict) -> None:
+    """In each process: load a model whole, and in shards; compare all tensors, also with those of a reference."""
+    device = best_device()
+    adapter = dict(lora_rank=2, precision="bfloat16")
+    cases = [(path, options) for path in sorted(folder.iterdir()) for options in ({}, adapter)
+             if not options or (path.name == "gemma3" and mesh["tp"] == 1)]
+    for path, options in cases:
+        config, processes = ModelConfig(model_path=str(path), **options), sharding.num_processes
+        torch.manual_seed(0)
+        sharding.num_processes = lambda: 1
+        whole, _ = load_any_policy(config)
+        sharding.num_processes = processes
+        torch.manual_seed(0)
+        model, _ = load_any_policy(config)
+        held = sum(p.to_local().numel() if hasattr(p, "to_local") else p.numel() for p in model.parameters())
+        total = sum(p.numel() for p in model.parameters())
+        assert held <= 1.5 * total / num_processes(), f"{path.name}: {held} of {total}"
+        move(model, device)
+        shard(model, mesh)
+        for other in [model] if options else [model, Network(model, mesh=mesh).frozen_copy().module]:
+            tied = other.get_input_embeddings().weight is other.get_output_embeddings().weight
+            assert tied == (whole.get_input_embeddings().weight is whole.get_output_embeddings().weight), path.name
+            for name, tensor in (*whole.named_parameters(remove_duplicate=False), *whole.named_buffers()):
+                found = other.get_parameter_or_buffer(name)
+                found = found.full_tensor() if hasattr(found, "full_tensor") else found
+                assert found.dtype == tensor.dtype and torch.equal(found, tensor), f"{path.name}: {name}"
+            assert len(list(other.named_buffers())) == len(list(whole.named_buffers())), path.name
+        if os.environ["RANK"] == "0" and not options:
+            print(f"{path.name}: the same", flush=True)
     shutdown()
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 3:
+        compare(Path(sys.argv[1]), json.loads(sys.argv[2]))
+    else:
+        found = results()
+        if is_main():
+            torch.save(found, sys.argv[1])
+        shutdown()
