@@ -75,18 +75,15 @@ def test_the_time_of_a_run_counts_updates_evaluations_and_epochs():
     assert "4 updates and 0 evaluations of 0 problems about 0:00:52" in time_of_run(run, 10.0, 1.0)
 
 
-def test_check_prints_what_the_model_reads_and_writes_and_shortens_what_takes_long(tmp_path, model, tokenizer, capsys,
-    monkeypatch):
+def test_check_prints_what_the_model_reads_and_writes_and_shortens_what_takes_long(tmp_path, model, tokenizer, capsys, monkeypatch):
     save_policy(model, tokenizer, tmp_path / "model")
     flags = [*QUICK, "--use_grpo", "--model_path", str(tmp_path / "model"), "--check", "--output_dir", str(tmp_path / "run")]
     train.main(flags)
     printed = capsys.readouterr().out
-    prompt = re.search(r"the first prompt, as it is tokenised: '<bos>(\d+\+\d+=\?)'\nits first completion, (\d+) tokens: ",
-        printed)
+    prompt = re.search(r"the first prompt, as it is tokenised: '<bos>(\d+\+\d+=\?)'\nits first completion, (\d+) tokens: ", printed)
     assert prompt and int(prompt[2]) <= 16
     assert re.search(r"\nright, of 16: correctness \d+, last_number \d+, math_equality \d+\n", printed)
-    assert printed.splitlines()[-1] in ("rewards differ within groups: there is something to learn",
-        ) or ": --" in printed.splitlines()[-1]
+    assert printed.splitlines()[-1] in ("rewards differ within groups: there is something to learn",) or ": --" in printed.splitlines()[-1]
     assert "  note   here completions were cut" not in printed and not (tmp_path / "run").exists()
     monkeypatch.setattr(first_contact, "SECONDS", 0)
     train.main([*flags, "--generation_max_length", "12"])
@@ -110,6 +107,5 @@ def test_sampling_that_takes_long_prints_a_line_now_and_then(base, capsys, monke
         policy.on_tokens = console.on_tokens
         policy.sample(["1+1=?", "2+2=?"], config, 0)
         lines = [line for line in capsys.readouterr().out.splitlines() if "sampling" in line]
-        assert lines and all(re.fullmatch(r"  sampling: [1-4] tokens, [0-4] completions are not finished",
-            line) for line in lines)
+        assert lines and all(re.fullmatch(r"  sampling: [1-4] tokens, [0-4] completions are not finished", line) for line in lines)
 
