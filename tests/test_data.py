@@ -11,7 +11,7 @@ import data
 from data import encode_prompt
 from model import byte_tokenizer
 from runs.command_line import parse_config
-from runs.setup import load_data
+from sources.training_data import load_data
 from sources.training_data import instructed
 from sources import load_examples
 

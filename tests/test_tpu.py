@@ -23,7 +23,7 @@ pytest.importorskip("torch_xla", reason="torch_xla is not installed: make test-t
 
 from torch_xla.debug import metrics
 
-from runs import setup
+from runs import plan, setup
 import train
 from conftest import PROMPTS, QUICK, length_reward, start_run
 from config import GRPOConfig
@@ -132,7 +132,7 @@ def test_no_program_is_compiled_twice(tmp_path, monkeypatch):
 
 def run_on(device, folder, monkeypatch):
     """metrics.jsonl of a run in this process."""
-    monkeypatch.setattr(setup, "best_device", lambda *_: device)
+    monkeypatch.setattr(plan, "best_device", lambda *_: device)
     train.main([*RUN, length_reward(folder), "--output_dir", str(folder / "run")])
     return read_jsonl(folder / "run/metrics.jsonl")
 
