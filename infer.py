@@ -15,6 +15,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 
 from runs.errors import exit_on_errors  # first, see runs/__init__.py
@@ -22,7 +23,6 @@ from runs.errors import exit_on_errors  # first, see runs/__init__.py
 from analysis import evaluation, report
 from config import GRPOConfig, ModelConfig
 from data import as_text
-from engine.device_policy import DevicePolicy
 from engine.devices import best_device
 from engine.fingerprints import fingerprint_of_examples, fingerprint_of_model
 from engine.host import idle_cores
@@ -35,7 +35,7 @@ from rewards import extract_answer, is_missing, text_of
 from runs.command_line import parse_infer, section_of
 from runs.folder import replace_text, without_nan
 from runs.groups import Scoring
-from runs.startup_check import choose_engine, refuse_wrong_sampler
+from runs.startup_check import build_policy
 from sources import load_examples
 from sources.readers import refuse_split
 from sources.token_check import encode_prompts, refuse_wrong_ids
@@ -99,10 +99,10 @@ def sample_answers(
     model, tokenizer = load_any_policy(section_of(args, ModelConfig), trainable=False)
     to_stderr = partial(print, file=sys.stderr)
     offer_tools(tokenizer, environment, to_stderr)
-    policy = DevicePolicy(Network(move(model, device), args.precision), tokenizer)
-    if args.evaluate or device.type == "xla":             # checking takes some seconds
-        policy, _ = choose_engine(policy, ["1+1=?"], config)
-    refuse_wrong_sampler(policy)
+    shares = args.evaluate or device.type == "xla"        # else the seconds of its check are not worth it
+    policy, _ = build_policy(
+        Network(move(model, device), args.precision), tokenizer, ["1+1=?"],
+        config if shares else replace(config, engine="plain"), notify=lambda note: None)
     prompts = encode_prompts(problems, tokenizer, args.evaluate or "--question")
     refuse_wrong_ids(policy.model, tokenizer, prompts)
     check_context_length(policy.model, max(map(len, prompts)), config.generation_max_length)

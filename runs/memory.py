@@ -53,7 +53,8 @@ def fit_tokens(tokens: int, of_token: float, least: int, device: torch.device) -
 
 def memory_in_use(device: torch.device) -> int:
     """Return the bytes that tensors have on a GPU; else those of this process, with libraries and weights."""
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else psutil.Process().memory_info().rss
+    is_gpu = device.type == "cuda"
+    return torch.cuda.memory_allocated(device) if is_gpu else psutil.Process().memory_info().rss
 
 
 def describe_memory(policy: Policy, of_token: float, config: Config) -> str:

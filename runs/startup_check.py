@@ -3,7 +3,8 @@ The start-up check of every run: choose the engine that samples and computes log
 model or tokenizer that would be trained on wrong tokens or log-probabilities.
 """
 
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -13,6 +14,8 @@ from data import encode_prompt
 from engine import make_engine, saves_tokens
 from engine.errors import CannotShare
 from engine.device_policy import DevicePolicy
+from engine.devices import num_processes
+from engine.network import Network
 from engine.text_model import has_experts
 from policy import Policy
 from sample import Rollout
@@ -29,32 +32,94 @@ def short_completions(most_tokens: int) -> GRPOConfig:
         generation_top_p=1.0)
 
 
-def choose_engine(
-    plain: DevicePolicy, prompts: list, grpo_config, longest_prompt: int | None = None
-) -> tuple[DevicePolicy, str]:
-    """Choose the shared engine if it is faster and, on all ranks, computes the same as the plain engine.
+def build_policy(
+    network: Network, tokenizer, prompts: list, grpo_config: GRPOConfig, *, max_tokens: int = 2048,
+    longest_prompt: int = 0, make_policy: Callable | None = None, teacher=None, notify: Callable = print,
+) -> tuple[Policy, Rollout]:
+    """Return the policy for --engine, checked, and the completions that it has sampled for this.
 
-    prompts         as for Policy.sample;  grpo_config  a GRPOConfig
-    longest_prompt  the run's longest prompt, in tokens; None: share prompts of any length
-    returns         the engine; and "", or a note if prompts should be shared but cannot be
-    raises          ValueError if they cannot be shared although grpo_config.engine is "shared"
+    prompts         for the check, as for Policy.sample
+    longest_prompt  the run's longest prompt, in tokens; 0: not known, so share prompts of any length
+    make_policy     in place of --engine, the engine of train(engine=...)
+    teacher         None, or another model that is forwarded like the policy
+    raises          ValueError if sampling or forward passes would be wrong
+    """
+    plain = DevicePolicy(network, tokenizer, max_tokens=max_tokens)
+    teacher_rows = None if teacher is None else plain.like(teacher)
+    limit = grpo_config.generation_max_length
+    if make_policy:
+        policy = policy_of_caller(make_policy, network, tokenizer, max_tokens)
+    elif shares_prompts(plain, teacher_rows, prompts, grpo_config, longest_prompt, notify):
+        policy = make_engine("shared", network, tokenizer, max_tokens=max_tokens)
+    elif grpo_config.engine == "vllm":
+        policy = plain
+    else:
+        policy = make_engine("plain", network, tokenizer, max_tokens=max_tokens)
+    with in_use(plain):
+        rollout = refuse_wrong_sampler(policy, prompts, limit)
+    if teacher_rows:
+        with in_use(teacher_rows):
+            refuse_wrong_head(teacher_rows, rollout, "teacher")
+    if grpo_config.engine == "vllm" and not make_policy:
+        from engine.vllm_engine import VLLM  # for vLLM only
+
+        policy.sampler = VLLM(
+            policy, max_length=longest_prompt + limit, memory=grpo_config.engine_memory,
+            at_once=grpo_config.generation_batch_size)
+        refuse_wrong_sampler(policy, prompts, limit, grpo_config)
+    return policy, rollout
+
+
+def policy_of_caller(make_policy: Callable, network: Network, tokenizer, max_tokens: int) -> Policy:
+    """Return the policy of train(engine=make_policy). Raises ValueError if it does not support the run."""
+    policy = make_policy(network.module, tokenizer, max_tokens=max_tokens)
+    if not isinstance(policy, Policy):
+        raise ValueError(f"engine: {type(policy).__name__} is no Policy; see CONTRIBUTING.md, A sampler")
+    needs_more = num_processes() > 1 or network.precision == "float16"
+    if needs_more and not isinstance(policy, DevicePolicy):
+        raise ValueError(
+            f"engine: {type(policy).__name__} supports neither several processes nor float16; derive "
+            "it from DevicePolicy of engine/device_policy.py")
+    if isinstance(policy, DevicePolicy):
+        policy.set_network(network)
+    return policy
+
+
+@contextmanager
+def in_use(policy: DevicePolicy):
+    """Within the context a model is on its policy's device, with weights gathered from all ranks."""
+    with policy.network.in_use(policy.device), policy.sampling():
+        yield
+
+
+def shares_prompts(
+    plain: DevicePolicy, teacher_rows: DevicePolicy | None, prompts: list, grpo_config: GRPOConfig,
+    longest_prompt: int, notify: Callable,
+) -> bool:
+    """Return True if sharing prompts is faster and, on all ranks, computes the same as plain rows.
+
+    Raises ValueError if they cannot be shared although --engine is shared.
     """
     engine = grpo_config.engine
     may_be_plain = longest_prompt and engine == "auto" and plain.device.type not in ("xla", "cuda")
     if engine == "plain" or (may_be_plain and not saves_tokens(longest_prompt, grpo_config)):
-        return plain, ""
-    shared = make_engine("shared", plain.network, plain.tokenizer, max_tokens=plain.max_tokens)
-    fault = fault_of_sharing(shared, plain, prompts, grpo_config.generation_max_length)
+        return False
+    fault, limit = "", grpo_config.generation_max_length
+    for rows in filter(None, (plain, teacher_rows)):      # both on each rank, so that collectives match
+        with in_use(rows):
+            fault = fault_of_sharing(rows, prompts, limit) or fault
     if plain.ranks.sum(int(not fault)) == plain.ranks.size:
-        return shared, ""
+        return True
     note = f"prompts are not shared: {fault or 'another rank cannot'}"
     if engine == "shared":
         raise ValueError(f"--engine=shared: {note}; use --engine plain")
-    return plain, note
+    notify(f"  note   {note}")
+    return False
 
 
-def fault_of_sharing(shared: DevicePolicy, plain: DevicePolicy, prompts: list, most_tokens: int) -> str:
+def fault_of_sharing(plain: DevicePolicy, prompts: list, most_tokens: int) -> str:
     """Compare log-probabilities of shared cache and packed rows with those of plain rows; "" if equal."""
+    shared = make_engine("shared", plain.network, plain.tokenizer, max_tokens=plain.max_tokens)
     prompts = [encode_prompt(plain.tokenizer, prompt) for prompt in prompts]
     try:
         rollout = shared.sample(prompts, short_completions(most_tokens), 0, num_completions=2)

@@ -12,8 +12,7 @@ import data
 from data import Batches, encode_prompt
 from model import byte_tokenizer
 from runs.command_line import parse_config
-from runs.setup import load_data
-from sources.training_data import example_key, instructed
+from sources.training_data import example_key, instructed, load_data
 from sources import load_examples
 
 TEMPLATE = (

@@ -21,6 +21,8 @@ from engine import make_engine
 from engine.errors import RunError
 from engine.models import load_any_policy
 from environments.messages import encode_reply
+from policy import Policy
+from runs import startup_check
 from runs.command_line import parse_infer
 from runs.console import held_out_text
 
@@ -31,8 +33,7 @@ def script_tokens(monkeypatch, tokenizer, *turns):
     for turn in turns:
         tokens += [0] * turn if isinstance(turn, int) else [*tokenizer.encode(turn, add_special_tokens=False), tokenizer.eos_token_id]
     monkeypatch.setattr(sample, "sample_inverse_cdf", lambda logits, _: (torch.tensor([tokens.pop(0)]), torch.zeros(1)))
-    monkeypatch.setattr(infer, "refuse_wrong_sampler", lambda engine: None)
-    monkeypatch.setattr(infer, "choose_engine", lambda plain, *_: (plain, None))         # so that tokens come in one order
+    monkeypatch.setattr(infer, "build_policy", lambda network, tokenizer, *_, **others: (Policy(network.module, tokenizer), None))
 
 
 # ---- one question ---------------------------------------------------------------------------------------------------
@@ -61,7 +62,7 @@ def test_the_prompt_of_a_question_has_the_instruction_and_a_conversation_shows_i
 
 
 def test_answers_do_not_wait_for_the_check_of_packing_and_are_marked_if_truncated(folder, capsys, monkeypatch):
-    monkeypatch.setattr(infer, "choose_engine", lambda *_: pytest.fail("seconds"))
+    monkeypatch.setattr(startup_check, "fault_of_sharing", lambda *_: pytest.fail("seconds"))
     flags = ["--question", "1+1=?", "--generation_max_length", "2", "--seed", "1"]        # draws far from 0, that is from a stop token
     infer.main([*flags, "--model_path", folder, "--samples", "3"])
     printed = capsys.readouterr()

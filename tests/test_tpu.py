@@ -23,7 +23,7 @@ pytest.importorskip("torch_xla", reason="torch_xla is not installed: make test-t
 
 from torch_xla.debug import metrics
 
-from runs import setup
+from runs import plan, setup
 import train
 from conftest import PROMPTS, QUICK, length_reward, start_run
 from config import GRPOConfig
@@ -111,8 +111,8 @@ def test_tied_weights_stay_tied_on_the_way_there_and_back(model):
 
 def test_no_program_is_compiled_twice(tmp_path, monkeypatch):
     """Steps of ragged completions: after the first ones nothing new is compiled."""
-    monkeypatch.setattr(setup, "start_up_check", lambda policy, tokenizer, _, config, *others: (                   # a run below has it
-        make_engine("shared", policy, tokenizer, max_tokens=config.training.max_tokens_per_forward), None))
+    monkeypatch.setattr(setup, "build_policy", lambda network, tokenizer, *_, max_tokens, **others: (               # a run below has it
+        make_engine("shared", network, tokenizer, max_tokens=max_tokens), None))
     run = start_run(
         tmp_path, "--use_grpo", "--use_kl_penalty", "--cold_start_steps", "0", "--generation_max_length", "14",
         "--reward_functions", length_reward(tmp_path), "--reward_weights", "1", "--learning_rate", "4e-4",
@@ -132,7 +132,7 @@ def test_no_program_is_compiled_twice(tmp_path, monkeypatch):
 
 def run_on(device, folder, monkeypatch):
     """metrics.jsonl of a run in this process."""
-    monkeypatch.setattr(setup, "best_device", lambda *_: device)
+    monkeypatch.setattr(plan, "best_device", lambda *_: device)
     train.main([*RUN, length_reward(folder), "--output_dir", str(folder / "run")])
     return read_jsonl(folder / "run/metrics.jsonl")
 

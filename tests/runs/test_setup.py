@@ -15,7 +15,7 @@ from forked import Ranks
 import train
 from config import Config
 from engine.fingerprints import fingerprint_of_examples
-from runs.setup import compare_settings, config_on_device
+from runs.plan import compare_settings, config_on_device
 
 
 def test_float16_is_refused_on_xla_where_its_loss_would_not_be_scaled():
@@ -46,7 +46,7 @@ GRPO = {"use_grpo": True, "use_kl_penalty": True, "kl_penalty_coef": 0.1}
 def test_other_data_and_settings_of_another_state_are_refused_in_a_resumed_run(tmp_path, monkeypatch, begun, found, flags, refused):
     begun, fingerprints = Config.of(**begun), {"dataset": "a", "eval_dataset": "c"}
     now, state = Config.of(**begun.flags | flags), {"settings": begun.as_dict(), "fingerprints": fingerprints}
-    monkeypatch.setattr("runs.setup.read_state", lambda *_, **__: state)
+    monkeypatch.setattr("runs.plan.read_state", lambda *_, **__: state)
     with pytest.raises(ValueError, match=f"^--{re.escape(refused)}[^\n]* with a checkpoint as --model_path$") if refused else nullcontext():
         compare_settings(now, tmp_path / "step-1", print, fingerprints | found)
     del state["fingerprints"]                             # a checkpoint of an earlier version

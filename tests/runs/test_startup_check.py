@@ -3,6 +3,7 @@
 import math
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -16,11 +17,13 @@ from config import GRPOConfig, ModelConfig
 from engine import make_engine
 from engine import shared as shared_engine
 from engine.device_policy import DevicePolicy
+from engine.devices import Ranks
 from engine.errors import CannotShare
 from engine.models import load_any_policy, save_any_policy
+from engine.network import network_of
 from logprobs import distribution_of
 from policy import Policy, RatioError
-from runs.startup_check import choose_engine, difference, refuse_wrong_sampler
+from runs.startup_check import build_policy, difference, refuse_wrong_sampler
 
 PROMPTS = ["47+85=?", "a longer one"]
 
@@ -46,8 +49,8 @@ def test_a_check_samples_no_more_tokens_than_the_run(tokenizer):
     model, prompt = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=64, vocab_size=263)).eval(), list(range(5, 65))
     model.generation_config.eos_token_id = 1
     config = GRPOConfig(generation_max_length=4, engine="shared")
-    engine, _ = choose_engine(DevicePolicy(model, tokenizer), [prompt, prompt], config)
-    refuse_wrong_sampler(engine, [prompt], 4)
+    policy, rollout = build_policy(network_of(model), tokenizer, [prompt, prompt], config)
+    assert policy.shares_prompts and rollout.completion_ids.shape[1] == 4
 
 
 @pytest.mark.parametrize("top_k,added,wrong", [(2, 0.0, False), (0, 0.0, True), (2, math.nan, True)])
@@ -77,25 +80,25 @@ def without_prompts(*args, real=shared_engine.pack_groups):
 
 @pytest.mark.parametrize("fault,words", [(without_prompts, "shared and plain rows differ by at most"), (unshared, "a layer with state")])
 def test_prompts_are_not_shared_where_that_is_wrong_and_engine_shared_says_why(model, tokenizer, settings, monkeypatch, fault, words):
-    plain = DevicePolicy(model, tokenizer)
-    assert choose_engine(plain, PROMPTS, settings)[0].shares_prompts
+    build, notes = partial(build_policy, network_of(model), tokenizer, PROMPTS), []
+    assert build(settings)[0].shares_prompts
     monkeypatch.setattr(shared_engine, "pack_groups", fault)
-    engine, note = choose_engine(plain, PROMPTS, settings)
-    assert engine is plain and note.startswith(f"prompts are not shared: {words}")
+    assert not build(settings, notify=notes.append)[0].shares_prompts
+    assert notes[0].startswith(f"  note   prompts are not shared: {words}")
     with pytest.raises(ValueError, match=f"^--engine=shared: prompts are not shared: {words}.*; use --engine plain"):
-        choose_engine(plain, PROMPTS, replace(settings, engine="shared"))
+        build(replace(settings, engine="shared"))
 
 
-def test_what_only_another_rank_cannot_share_is_shared_by_none(model, tokenizer, settings, monkeypatch):
-    plain = DevicePolicy(model, tokenizer)
-    monkeypatch.setattr(plain.ranks, "sum", lambda ok: ok - 1 if isinstance(ok, int) else ok)
-    assert choose_engine(plain, PROMPTS, settings) == (plain, "prompts are not shared: another rank cannot")
+def test_what_only_another_rank_cannot_share_is_shared_by_none(model, tokenizer, settings, monkeypatch, capsys):
+    monkeypatch.setattr(Ranks, "sum", lambda self, ok: ok - 1 if isinstance(ok, int) else ok)
+    assert not build_policy(network_of(model), tokenizer, PROMPTS, settings)[0].shares_prompts
+    assert "prompts are not shared: another rank cannot" in capsys.readouterr().out
 
 
 def test_an_error_that_is_not_of_the_model_is_raised(model, tokenizer, settings, monkeypatch):
     monkeypatch.setattr(shared_engine, "pack_groups", lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        choose_engine(DevicePolicy(model, tokenizer), PROMPTS, settings)
+        build_policy(network_of(model), tokenizer, PROMPTS, settings)
 
 
 @pytest.mark.parametrize("numbers,found", [("highest", "two differ by at most 5.0e-02 nat"), ("high", "")])
