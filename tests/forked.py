@@ -62,9 +62,6 @@ class Program:
         file = self.files[number]
         return file.read_text(errors="replace") if file.exists() else ""
 
-    def poll(self) -> int | None:
-        return self.process.exitcode
-
     def send_signal(self, number: int) -> None:
         os.kill(self.pid, number)
 
@@ -101,9 +98,6 @@ class Ranks:
     @property
     def stderr(self) -> str:
         return "".join(program.stderr for program in self.programs)
-
-    def poll(self) -> int | None:
-        return self.returncode
 
     def wait(self, timeout: float = 300) -> "Ranks":
         """Wait for the end of all. Raises TimeoutError, and ChildProcessError if one has crashed."""

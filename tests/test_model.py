@@ -1,6 +1,11 @@
-"""Loading policies from disk, from the hub, and the built-in one; saving; rejecting folders without a model; 16 bits."""
+"""
+Loading policies from disk, from the hub, and the built-in one; saving; rejecting folders without a model; 16 bits.
+
+What the program uses of torch and transformers that could change without an error, and what they have deprecated.
+"""
 
 import copy
+import inspect
 import json
 import os
 import pickle
@@ -10,9 +15,9 @@ import sys
 
 import pytest
 import torch
-from conftest import ARCHITECTURES, PROMPTS, ROOT, WITH_TOWERS, quick_config
+from conftest import ARCHITECTURES, PROMPTS, ROOT, WITH_TOWERS, quick_config, run_folder
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, core_model_loading
 
 from config import ModelConfig
 from engine import make_engine
@@ -205,3 +210,28 @@ def test_a_hub_id_is_loaded_from_the_cache_of_the_hub(tmp_path, tokenizer):
     environment = os.environ | {"HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_is_hf_initialized_marks_each_weight_that_was_read_when_a_module_gets_it(tmp_path):
+    ARCHITECTURES["llama"]().save_pretrained(tmp_path)
+    read = set()
+
+    def note(module, name, weight):
+        if getattr(weight, "_is_hf_initialized", False) and not weight.is_meta:
+            read.add(weight)
+
+    with torch.nn.modules.module.register_module_parameter_registration_hook(note):
+        model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert read >= set(model.parameters())
+
+
+def test_hf_deactivate_async_load_is_read_by_the_loader():
+    found = '"HF_DEACTIVATE_ASYNC_LOAD"' in inspect.getsource(core_model_loading)
+    assert found, "from_pretrained reads all weights ahead, into the memory of each process"
+
+
+@pytest.mark.filterwarnings("error::DeprecationWarning", "error::PendingDeprecationWarning", "error::FutureWarning")
+@pytest.mark.parametrize("flags", ["", "--engine plain --use_value_head true", "--lora_rank 4 --gradient_checkpointing"])
+def test_a_run_calls_nothing_that_is_deprecated(flags, tmp_path):
+    common = "--use_grpo --max_steps 1 --cold_start_steps 1 --eval_limit 2 --batch_size 2 --generation_max_length 8"
+    assert (run_folder(tmp_path / "run", *common.split(), *flags.split()) / "final").is_dir()

@@ -1,10 +1,30 @@
-"""The training doctor on runs generated from the figures of recorded ones."""
+"""
+The training doctor on runs generated from the figures of recorded ones.
+
+What --check says of a model: its prompt and completion, who finds answers in them, how long a run takes, what to change.
+"""
+
+import re
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
+from conftest import QUICK, run_folder
 
-from analysis.doctor import diagnose
-from config import Config
+import train
+from analysis import first_contact
+from analysis.doctor import cause_of_no_signal, diagnose
+from analysis.first_contact import cause_of, counts_of_right, time_of_run
+from config import Config, GRPOConfig
+from engine import make_engine
+from experience import Groups
+from grpo import compute_group_advantages
+from model import save_policy
+from reward_functions.calling import Reports
+from runs.groups import summarize_sampling
+from sample import Rollout
 
 
 def flags_of(**flags):
@@ -109,3 +129,94 @@ def test_a_small_loss_of_reward_is_no_collapse():
         assert ("collapse" in findings(lines)) == found
     for flags in dict(use_kl_penalty=False), dict(use_kl_penalty=True):
         assert ("a higher --kl_penalty_coef" in findings(lines, **flags)["collapse"]) == flags["use_kl_penalty"]
+
+
+# ---- first contact ---------------------------------------------------------------------------------------------------
+
+NONE = {"truncated": 0.0, "zero_variance_groups": 1.0, "zero_variance_right_groups": 0.0}
+
+
+@pytest.mark.parametrize("metrics,flags,right,seen,expected", [
+    ({"truncated": 0.9}, {}, {"correctness": 0, "last_number": 7}, "",
+     "90% of the completions were cut at 256 tokens: --generation_max_length 512"),
+    ({"truncated": 0.3}, {}, {"correctness": 0, "last_number": 7}, "of 16, 0 have tags",
+     "none is right by correctness (of 16, 0 have tags), 7 by last_number: --reward_functions last_number"),
+    ({}, {}, {"correctness": 0, "last_number": 0}, "of 16, 9 have tags",
+     "none is right by correctness (of 16, 9 have tags): ask for the form of the answer by --instruction"),
+    ({"turns": 1.0}, {"environment": "calculator", "max_turns": 2}, {}, "", "no completion was answered by the environment"),
+    ({"turns": 1.5}, {"environment": "calculator", "max_turns": 2}, {}, "",
+     "100% of the groups have zero variance (equal rewards), so their advantages are 0: use easier problems"),
+    ({"zero_variance_right_groups": 0.8}, {}, {"correctness": 14}, "",
+     "100% of the groups have zero variance (equal rewards), so their advantages are 0: all completions are right in most"),
+    ({"zero_variance_groups": 0.7}, {}, {"correctness": 0}, "", ""), ({}, {"use_value_head": True}, {"correctness": 0}, "", ""),
+])
+def test_the_cause_comes_before_its_symptoms_and_names_a_flag(metrics, flags, right, seen, expected):
+    found = cause_of_no_signal(NONE | metrics, Config.of(use_grpo=True, **flags).flags, right, seen)
+    assert found.startswith(expected) and bool(found) == bool(expected)
+
+
+def groups_of(texts, answer):
+    """One group, in which correctness and no other function was chosen: all have finished, and earn nothing."""
+    mask, scores = torch.ones(len(texts), 3, dtype=torch.bool), torch.zeros(1, len(texts), dtype=torch.float64)
+    prompt = torch.ones(1, 2, dtype=torch.long)
+    rollout = Rollout(prompt, prompt.bool(), mask.long(), mask, torch.zeros(mask.shape), mask[:, 0], texts)
+    return Groups(
+        [{"prompt": "p", "answer": answer}], rollout, scores, {"correctness": scores}, scores, compute_group_advantages(scores),
+        extra=[{}] * len(texts), reports=Reports([]))
+
+
+def test_functions_that_were_not_chosen_are_tried_on_the_same_completions():
+    groups, config = groups_of(["It costs 72 dollars.", "So 71", "About 72 of them", "No idea"], "72"), Config.of(use_grpo=True)
+    counts = counts_of_right(groups, config)
+    assert counts["correctness"] == 0 and counts["last_number"] == 2 and "countdown" not in counts, "no column for countdown"
+    sentence = cause_of(summarize_sampling(groups), config, groups)
+    assert sentence == (
+        "none is right by correctness (of 4, 0 have <answer> tags, 0 have \\boxed{}, 3 have a number in the last line), 2 by "
+        "last_number: --reward_functions last_number")
+
+
+def test_the_time_of_a_run_counts_updates_evaluations_and_epochs():
+    """2 rollouts of 8 completions with 2 epochs each: 2 * (10 + 2 * 8 * 1) s; 4 evaluations of 2 batches: 80 s."""
+    config = Config.of(use_grpo=True, batch_size=2, num_completions_per_prompt=4, ppo_epochs=2, eval_steps=2)
+    run = SimpleNamespace(config=config, phases=[SimpleNamespace(steps=4)], eval_set=range(16))
+    assert time_of_run(run, 10.0, 1.0) == (
+        "a step of 8 completions takes about 0:00:26; 4 updates and 4 evaluations of 16 problems about 0:02:12, if lengths stay")
+    run.config = replace(config, training=replace(config.training, eval_samples=2))
+    assert time_of_run(run, 10.0, 1.0).endswith("16 problems about 0:03:32, if lengths stay"), "twice as many batches"
+    run.eval_set = []
+    assert "4 updates and 0 evaluations of 0 problems about 0:00:52" in time_of_run(run, 10.0, 1.0)
+
+
+def test_check_prints_what_the_model_reads_and_writes_and_shortens_what_takes_long(tmp_path, model, tokenizer, capsys, monkeypatch):
+    save_policy(model, tokenizer, tmp_path / "model")
+    flags = [*QUICK, "--use_grpo", "--model_path", str(tmp_path / "model"), "--check", "--output_dir", str(tmp_path / "run")]
+    train.main(flags)
+    printed = capsys.readouterr().out
+    prompt = re.search(r"the first prompt, as it is tokenised: '<bos>(\d+\+\d+=\?)'\nits first completion, (\d+) tokens: ", printed)
+    assert prompt and int(prompt[2]) <= 16
+    assert re.search(r"\nright, of 16: correctness \d+, last_number \d+, math_equality \d+\n", printed)
+    assert printed.splitlines()[-1] in ("rewards differ within groups: there is something to learn",) or ": --" in printed.splitlines()[-1]
+    assert "  note   here completions were cut" not in printed and not (tmp_path / "run").exists()
+    monkeypatch.setattr(first_contact, "SECONDS", 0)
+    train.main([*flags, "--generation_max_length", "12"])
+    assert "  note   here completions were cut at 8 tokens to save time, not at 12\n" in capsys.readouterr().out
+
+
+def test_a_run_says_once_why_its_completions_teach_nothing(tmp_path, capsys):
+    flags = "--use_grpo --cold_start_steps 0 --max_steps 3 --eval_limit 0 --generation_max_length 2"
+    run_folder(tmp_path / "run", *flags.split())
+    sentence = "  note   100% of the completions were cut at 2 tokens: --generation_max_length 4\n"
+    printed = capsys.readouterr().out
+    assert printed.count(sentence) == 1 and printed.index(sentence) < printed.index("grpo    2/3")
+
+
+def test_sampling_that_takes_long_prints_a_line_now_and_then(base, capsys, monkeypatch):
+    console = base.folder.console
+    monkeypatch.setattr("runs.console.SILENCE", 0)
+    config = replace(GRPOConfig(generation_max_length=4), num_completions_per_prompt=2)
+    for engine in "plain", "shared":
+        policy = make_engine(engine, base.policy.model, base.policy.tokenizer)
+        policy.on_tokens = console.on_tokens
+        policy.sample(["1+1=?", "2+2=?"], config, 0)
+        lines = [line for line in capsys.readouterr().out.splitlines() if "sampling" in line]
+        assert lines and all(re.fullmatch(r"  sampling: [1-4] tokens, [0-4] completions are not finished", line) for line in lines)

@@ -209,12 +209,12 @@ def test_a_second_ctrl_c_leaves_at_once_with_one_line(tmp_path):
              "--cold_start_steps", "2", "--eval_limit", "0", "--save_steps", "1"]
     process = Program("train.py", *flags)
     while num_steps(tmp_path / "run") < 2:
-        assert process.poll() is None
+        assert process.returncode is None
         time.sleep(0.05)
     time.sleep(2)                                         # now it waits in the reward function
     process.send_signal(signal.SIGINT)
     time.sleep(1)
-    assert process.poll() is None                         # the step has not ended
+    assert process.returncode is None                         # the step has not ended
     process.send_signal(signal.SIGINT)
     error = process.wait(20).stderr
     assert process.returncode == 130

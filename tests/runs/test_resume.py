@@ -86,7 +86,7 @@ def kill(run, folder, draws):
     if draws.random() < 0.5:
         time.sleep(draws.random())
     else:
-        while run.poll() is None and not (folder / "checkpoints/writing").exists():
+        while run.returncode is None and not (folder / "checkpoints/writing").exists():
             time.sleep(0.001)
     run.kill()
 
@@ -95,7 +95,7 @@ def terminate(run, folder, draws):
     """As torchrun and batch systems do: SIGTERM to all processes."""
     time.sleep(draws.random())
     for program in run.programs:
-        if program.poll() is None:
+        if program.returncode is None:
             program.send_signal(signal.SIGTERM)
     assert run.wait(100).returncode == 0 or (folder / "final").exists(), run.stderr[-3000:]             # it was about to exit
 
@@ -118,7 +118,7 @@ def test_signals_at_random_moments(tmp_path, stop, kind):
     run = start("stopped", *QUICK, *flags)
     for _ in range(3):
         before = num_steps(folder)
-        while run.poll() is None and num_steps(folder) == before:
+        while run.returncode is None and num_steps(folder) == before:
             time.sleep(0.005)
         stop(run, folder, draws)
         run = start("stopped", *(["--resume"] if (folder / "config.json").exists() else [*QUICK, *flags]))
