@@ -201,7 +201,7 @@ def test_the_sandbox_works_beside_other_files_and_misses_its_list_when_it_is_imp
 
 
 def test_core_files_import_core_files_and_libraries_alone():
-    """Data.py and guards.py, which others copy alone, need no library, grpo.py torch."""
+    """The files data.py and guards.py, which others copy alone, need no library, grpo.py torch."""
     for name in CORE:
         allowed = {"data": {"guards"}, "guards": set(), "grpo": {"torch"}}.get(name, LIBRARIES | {*CORE})
         found = {module.partition(".")[0] for module in imported((ROOT / f"{name}.py").read_text())}
