@@ -260,6 +260,8 @@ def compare_settings(config: Config, checkpoint: Path, notify: Callable, fingerp
         fixed += ["dataset"] if "dataset" in others else []          # if its rows differ, not only its path
     if now["lr_schedule"] != "constant" and (checkpoint.parents[1] / "final").exists():      # it is complete
         fixed += ["max_steps", "num_epochs"]              # and its schedule has ended
+    if bool(now["reference_path"]) != bool(saved.get("reference_path", now["reference_path"])):
+        fixed.append("reference_path")                    # a teacher does not replace a copy of the policy
     for name in fixed:
         if name in changed:
             raise ValueError(

@@ -94,7 +94,7 @@ def test_a_teacher_whose_logits_are_not_those_of_its_own_pass_is_refused(tmp_pat
     sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, lru_width=32)
     model = RecurrentGemmaForCausalLM(RecurrentGemmaConfig(vocab_size=263, **sizes, logits_soft_cap=0.5))
     save_any_policy(model.eval(), tokenizer, tmp_path / "teacher")         # its soft cap has a name of its own
-    with pytest.raises(ValueError, match="start-up check: teacher: chunked head and the model's own differ by at most"):
+    with pytest.raises(ValueError, match=r"start-up check: teacher: logprobs\.py and the model's own logits differ by at most"):
         set_up(run_of(tmp_path, tmp_path / "teacher"))
 
 

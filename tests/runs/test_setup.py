@@ -16,6 +16,7 @@ import train
 from config import Config
 from engine.fingerprints import fingerprint_of_examples
 from runs.plan import compare_settings, config_on_device
+from runs.setup import set_up
 
 
 def test_float16_is_refused_on_xla_where_its_loss_would_not_be_scaled():
@@ -25,6 +26,7 @@ def test_float16_is_refused_on_xla_where_its_loss_would_not_be_scaled():
     assert config_on_device(config, torch.device("cpu")).model.precision == "float16"
 
 
+KL = {"use_grpo": True, "use_kl_penalty": True}
 NEW, OWN = {"dataset": "mine.jsonl"}, {"dataset": "mine.jsonl", "eval_dataset": "held_out.jsonl"}
 
 
@@ -35,7 +37,8 @@ NEW, OWN = {"dataset": "mine.jsonl"}, {"dataset": "mine.jsonl", "eval_dataset": 
     (OWN, {"dataset": "b"}, {"dataset": "more.jsonl"}, ""), (OWN, {"dataset": "b"}, {"learning_rate": 0.1}, "dataset=mine.jsonl: its examples have changed since this run began (a, now b);"),
     (OWN, {"eval_dataset": "d"}, {}, "eval_dataset=held_out.jsonl: its examples have changed since this run began (c, now d);"), (OWN, {"eval_dataset": "d"}, {"eval_limit": 3}, ""),
     (NEW, {"dataset": "b"}, {"seed": 1}, "seed=1: this run began with 0;"), (NEW, {"dataset": "b"}, {"eval_limit": 5}, "eval_limit=5: this"),
-    ({"dataset": "python:list"}, {"dataset": "b"}, {"seed": 1}, "seed=1: this run"), ({}, {}, {"eval_limit": 5}, ""),
+    (KL, {}, {"reference_path": "t"}, "reference_path=t: this run began with '';"), (KL | {"reference_path": "t"}, {}, {"reference_path": ""}, "reference_path=: this run"),
+    (KL | {"reference_path": "t"}, {}, {"reference_path": "moved"}, ""), ({"dataset": "python:list"}, {"dataset": "b"}, {"seed": 1}, "seed=1: this run"), ({}, {}, {"eval_limit": 5}, ""),
     ({}, {"dataset": "b"}, {}, "dataset=arithmetic: its examples have changed since this run began (a, now b);"), ({}, {"dataset": "b"}, {"seed": 1}, ""),
 ])
 def test_other_data_of_a_resumed_run_are_refused_unless_its_flags_say_so(tmp_path, monkeypatch, begun, found, flags, refused):
@@ -55,6 +58,8 @@ def test_a_resumed_run_has_the_rows_of_its_file_and_no_more(tmp_path):
     config = quick_config(tmp_path / "run", dataset=str(tmp_path / "mine.jsonl"), max_steps=1)
     train.train(config)
     again = replace(config, training=replace(config.training, resume=True))
+    checked = replace(again, training=replace(again.training, check=True))
+    assert set_up(checked).trainer_state.epoch == 0       # reward functions get it, before the data has an order
     train.train(again)
     (tmp_path / "mine.jsonl").write_text("\n".join(rows))
     with pytest.raises(ValueError, match=r"^--dataset=\S+: its examples have changed since this run began .16 examples, \w+, now 17 examples, \w+.; restore them"):
