@@ -43,13 +43,13 @@ NEW, OWN = {"dataset": "mine.jsonl"}, {"dataset": "mine.jsonl", "eval_dataset": 
 ])
 def test_other_data_of_a_resumed_run_are_refused_unless_its_flags_say_so(tmp_path, monkeypatch, begun, found, flags, refused):
     begun, fingerprints = Config.of(**begun), {"dataset": "a", "eval_dataset": "c"}
-    now, state = Config.of(**begun.flags | flags), {"settings": begun.as_dict(), "fingerprints": fingerprints}
+    now, state = Config.of(**begun.flags | flags), {"settings": begun.as_dict(), "fingerprints": fingerprints, "own_functions": []}
     monkeypatch.setattr("runs.plan.read_state", lambda *_, **__: state)
     with pytest.raises(ValueError, match=f"^--{re.escape(refused)}[^\n]* with a checkpoint as --model_path$") if refused else nullcontext():
         compare_settings(now, tmp_path / "step-1", print, fingerprints | found)
-    del state["fingerprints"]                             # a checkpoint of an earlier version
-    if not flags:
-        compare_settings(now, tmp_path / "step-1", print, fingerprints | found)
+    del state["own_functions"]
+    with pytest.raises(ValueError, match=r"step-1: of an earlier version; start a new run"):
+        compare_settings(now, tmp_path / "step-1", print, fingerprints)
 
 
 def test_a_resumed_run_has_the_rows_of_its_file_and_no_more(tmp_path):
