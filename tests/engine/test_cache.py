@@ -8,7 +8,7 @@ from conftest import PROMPTS
 
 from config import GRPOConfig
 from engine import cache, sampler
-from engine.network import with_precision
+from engine.network import set_precision
 from engine.sampler import SamplingState, find_interval
 from sample import LogitsError
 
@@ -63,7 +63,7 @@ def test_a_prompt_is_held_once_for_two_siblings_in_the_layers_precision(shared, 
     for precision, dtype in ("float32", torch.float32), ("bfloat16", torch.bfloat16):
         held.clear()
         config = GRPOConfig(num_completions_per_prompt=8, **ANY | {"generation_max_length": 10})
-        with_precision(shared.model, precision)
+        set_precision(shared.model, precision)
         shared.sample(["a prompt of 23 tokens"], config, seeds=0)
         assert {(keys.shape, keys.dtype) for keys in held} == {((4, 22 + 2 * 9, 2, 8), dtype)}, "a row for two siblings"
 

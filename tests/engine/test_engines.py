@@ -13,7 +13,7 @@ from config import GRPOConfig
 from engine import device_policy, devices, make_engine, saves_tokens
 from engine.device_policy import DevicePolicy
 from engine.errors import RunError
-from engine.network import with_precision
+from engine.network import set_precision
 from engine.shared import Shared
 from engine.vllm_engine import VLLM
 from environments.conversations import sample_with_environment
@@ -42,7 +42,7 @@ def test_make_engine_chooses_a_policy_that_forwards_each_row_once_in_several_pas
         assert not every.requires_grad
     with pytest.raises(ValueError, match="fast must be plain, shared or vllm"):
         make_engine("fast", model, tokenizer)
-    assert type(make_engine("plain", with_precision(model, "bfloat16"), tokenizer)) is DevicePolicy
+    assert type(make_engine("plain", set_precision(model, "bfloat16"), tokenizer)) is DevicePolicy
 
 
 def gradient(model):
