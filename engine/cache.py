@@ -29,6 +29,18 @@ class PrefixCache:
     Use within use_prefix_attention(model).
     """
 
+    # Of all passes until the next compact, see prepare_passes.
+    allowed: Tensor             # (B, W + C * S) bool, True on columns of a completion's prompt and its own
+    position: Tensor            # (W + C * S,) of the column's token, counted from the prompt's end
+    first_place: Tensor         # (B,) of a completion's first token in a layer whose rows are concatenated
+    prompt_length: Tensor       # (B,)
+    # Of one pass, see forward.
+    end: int                    # columns behind this one are not attended to
+    last: Tensor                # (B,) index of the token that is forwarded
+    place: Tensor               # (B,) of this token, as first_place
+    layer_of: dict              # the layer of the model that caches -> its keys and values
+    masks: dict                 # see mask
+
     def __init__(self, model):
         self.model, self.device = model, next(model.parameters()).device
         self.layers: list[list[Tensor]] = []              # [keys, values] of each layer, (P, W + C * S, K, D)
@@ -78,25 +90,19 @@ class PrefixCache:
         device = self.device
         length_of = dict(zip(self.prompts, self.lengths, strict=True))
         width, capacity = bucket(max(map(length_of.get, prompt_of)), device), bucket(capacity, device)
-        together = max(1, width // capacity)              # siblings in a row, at most
-        numbers, members = [], []                         # of each row: its prompt, its siblings
-        for number in dict.fromkeys(prompt_of):
-            siblings = [row for row, p in zip(row_ids, prompt_of, strict=True) if p == number]
-            for first in range(0, len(siblings), together):
-                numbers.append(number)
-                members.append(siblings[first : first + together])
+        numbers, members = split_siblings(row_ids, prompt_of, at_most=max(1, width // capacity))
         padding = bucket(len(numbers), device) - len(numbers)
         siblings = bucket(max(map(len, members)), device)
-        source = [self.prompts.index(number) for number in numbers] + [0] * padding
-        old_row = {row: i for i, row in enumerate(self.row_ids)}
-        self.prompts, self.lengths = numbers + [-1] * padding, [self.lengths[i] for i in source]
+        old_prompts = [self.prompts.index(number) for number in numbers] + [0] * padding
+        old_index = {row: i for i, row in enumerate(self.row_ids)}
+        self.prompts, self.lengths = numbers + [-1] * padding, [self.lengths[i] for i in old_prompts]
         self.row_ids = [
             row for each in members + [[]] * padding for row in each + [dummy_row] * (siblings - len(each))]
-        old_rows = torch.tensor([old_row.get(row, 0) for row in self.row_ids]).to(device)
-        source = torch.tensor(source).to(device)
+        old_rows = torch.tensor([old_index.get(row, 0) for row in self.row_ids]).to(device)
+        old_prompts = torch.tensor(old_prompts).to(device)
         for pair in self.layers:
             for i, x in enumerate(pair):
-                prompt = pad_columns(x[:, : self.width].index_select(0, source), width - self.width)
+                prompt = pad_columns(x[:, : self.width].index_select(0, old_prompts), width - self.width)
                 own = x[:, self.width :].unflatten(1, (-1, self.siblings)).transpose(1, 2).flatten(0, 1)
                 own = pad_columns(own.index_select(0, old_rows), 0, capacity - self.capacity)
                 own = own.unflatten(0, (-1, siblings)).transpose(1, 2).flatten(1, 2)
@@ -113,9 +119,9 @@ class PrefixCache:
         lengths = torch.tensor(self.lengths).repeat_interleave(siblings)
         in_prompt = (column < 0) & (column >= -lengths[:, None])
         is_own = (column >= 0) & (column % siblings == number[:, None] % siblings)
-        first = number // siblings * len(column) + self.width + number % siblings
+        place = number // siblings * len(column) + self.width + number % siblings
         self.allowed, self.position = (in_prompt | is_own).to(self.device), position.to(self.device)
-        self.first, self.prompt_length = first.to(self.device), lengths.to(self.device)          # (B,)
+        self.first_place, self.prompt_length = place.to(self.device), lengths.to(self.device)
 
     def forward(self, ids: Tensor, count: Tensor, longest: int) -> Tensor:
         """Forward the last token of each completion and return hidden states (B, width).
@@ -126,7 +132,7 @@ class PrefixCache:
         attended = min(self.capacity, rounded) if ids.device.type == "cpu" else self.capacity
         self.end = self.width + attended * self.siblings
         self.last, self.layer_of, self.masks = count - 1, {}, {}
-        self.place = self.first + self.last * self.siblings                      # in a layer, flattened
+        self.place = self.first_place + self.last * self.siblings
         return self.model.base_model(
             input_ids=ids[:, None], position_ids=(self.prompt_length + self.last)[:, None],
             token_layout=self, use_cache=False,
@@ -155,6 +161,22 @@ class PrefixCache:
             visible = visible.unflatten(0, (-1, self.siblings))[:, None]         # (P, 1, S, columns)
             self.masks[key] = additive_mask(visible.repeat(1, 1, folds, 1), dtype)
         return self.masks[key]
+
+
+def split_siblings(
+    row_ids: list[int], prompt_of: list[int], at_most: int
+) -> tuple[list[int], list[list[int]]]:
+    """Divide completions among rows of the cache, at_most siblings each.
+
+    Returns for each row the number of its prompt, and the row ids of its siblings.
+    """
+    numbers, members = [], []
+    for number in dict.fromkeys(prompt_of):
+        siblings = [row for row, p in zip(row_ids, prompt_of, strict=True) if p == number]
+        for first in range(0, len(siblings), at_most):
+            numbers.append(number)
+            members.append(siblings[first : first + at_most])
+    return numbers, members
 
 
 def pad_columns(x: Tensor, before: int, after: int = 0) -> Tensor:

@@ -181,7 +181,7 @@ class Ranks:
         return results[0]
 
     def sum(self, count):
-        """Sum a number, or a tensor on the CPU, over all ranks."""
+        """Sum a number, or a tensor on the CPU, over all slices: that of the first process of each slice."""
         if num_processes() == 1:
             return count
         total = count.clone() if isinstance(count, Tensor) else torch.tensor(count, dtype=torch.float64)

@@ -20,7 +20,7 @@ import model as core
 from engine.devices import is_main
 from engine.errors import in_one_line
 from engine.fingerprints import fingerprint_of_model
-from engine.network import with_precision
+from engine.network import set_precision
 from engine.sharding import full_tensor, loading_shards, reshard
 from engine.text_model import auto_class, freeze_towers, has_adapter
 
@@ -66,7 +66,7 @@ def load_any_policy(model_config, *, trainable: bool = True):
             add_adapter(model, model_config, bool(adapter))
         if not trainable:
             model.requires_grad_(False)
-        with_precision(model, model_config.precision)
+        set_precision(model, model_config.precision)
         return model, tokenizer
 
 

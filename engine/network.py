@@ -3,7 +3,9 @@ A network: a model of transformers, its precision, how it is sharded, and the ad
 
 Layers compute in 16 bits under autocast, and frozen weights are stored in 16 bits; trained weights,
 embeddings, norms and the head are float32. The module itself enters autocast, because sample.py, the generate
-of transformers, and those to whom train() returns the model call it without its network.
+of transformers, and those to whom train() returns the model call it without its network. For the same reason
+these functions set attributes of a module: set_precision its base_model.forward, recompute_activations
+layer.forward, and sharding.shard as_forward_pass.
 """
 
 import copy
@@ -27,7 +29,7 @@ class Network:
     """A model, and how it computes. Within in_use, run(function) is one forward pass of it.
 
     module     a model of transformers
-    precision  of its layers, as set by with_precision
+    precision  of its layers, as set by set_precision
     mesh       how its weights are sharded over several processes, see sharding.shard
     adapter    None, or the adapter of a reference, which has the module in common with the policy: values for
                its trained parameters
@@ -98,7 +100,7 @@ class Network:
         for name, buffer in self.module.named_buffers():
             set_tensor(module, name, buffer.clone())
         module.tie_weights()
-        with_precision(module.eval(), self.precision)
+        set_precision(module.eval(), self.precision)
         module.requires_grad_(False)
         shard(module if exact else round_frozen_weights(module, self.precision), self.mesh)
         return Network(module, self.precision, self.mesh)
@@ -147,7 +149,7 @@ def recompute_activations(model: PreTrainedModel) -> None:
         layer.forward = partial(recomputed, layer.forward)
 
 
-def with_precision(model: PreTrainedModel, precision: str) -> Network:
+def set_precision(model: PreTrainedModel, precision: str) -> Network:
     """Make the layers of a model compute in bfloat16 or float16, and return its network."""
     if precision not in ("auto", "float32"):              # auto: see resolve_precision
         forward = model.base_model.forward

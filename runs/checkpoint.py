@@ -3,9 +3,17 @@ Save and restore the complete state of a run. With the same versions and numbers
 resumed run is bit-identical to an uninterrupted one, otherwise equal up to rounding.
 
 A checkpoint is a folder that infer.py can load as a model. It also contains the reference, as another such
-folder, and state.pt with settings, progress, optimiser, schedule, value head, data position and the sizes of
-the run's files. It does not depend on the number of processes, because sharded tensors are gathered first. If
-the run is killed or the disk is full, the previous checkpoint stays intact: see write_folder.
+folder, and state.pt, which Run.save_checkpoint writes:
+
+    settings, fingerprints      compared with those of a resumed run by compare_settings in runs/plan.py
+    own_functions               names of functions that were passed to train(): Run.restore
+    progress, scaler, versions  Run.restore
+    reference_adapter           a reference that is only an adapter: load_reference in engine/reference.py
+    file_sizes                  records are cut to these: RunFolder.open
+    optimizer, scheduler, value_head, position          not between two phases: Run.begin_phase
+
+It does not depend on the number of processes, because sharded tensors are gathered first. If the run is
+killed or the disk is full, the previous checkpoint stays intact: see write_folder.
 """
 
 import os

@@ -89,7 +89,7 @@ class RunConsole:
         end = f"  left {timedelta(seconds=round(seconds))}"
         optional = "unscored", "skipped", "truncated"
         for name, form in UNITS.items():
-            value = metrics.get(name, math.nan)
+            value = math.nan if metrics.get(name) is None else metrics[name]
             shown = not math.isnan(value) and (value or name not in optional)
             item = f"  {form.format(value)}" if shown else ""
             line += item if len(line + item + end) <= 80 else ""
@@ -103,7 +103,7 @@ class RunConsole:
         reward, prompt = reward_text(group[0]["reward"]), as_text(group[0]["prompt"])
         self.print(f"  {prompt!r} -> {group[0]['completion']!r}: reward {reward}")
         self.print("    rewards    " + " ".join(reward_text(c["reward"]) for c in group))
-        self.print("    advantages " + " ".join(f"{c['advantage']:+.2f}" for c in group))
+        self.print("    advantages " + " ".join(reward_text(c["advantage"]) for c in group))
 
     def print_summary(self, config: Config, folder: Path, lines: list[dict], findings: list[str]) -> None:
         """Print the held-out results before and after each phase, and the paths of the files.
@@ -127,7 +127,7 @@ class RunConsole:
 
 
 def reward_text(reward: float | None) -> str:
-    """Return a reward as text: "+1.30", or "?" if it is unknown."""
+    """Return a reward or an advantage as text: "+1.30", or "?" if it is unknown."""
     return "?" if reward is None else f"{reward:+.2f}"
 
 

@@ -7,7 +7,7 @@ import threading
 import traceback
 from contextlib import contextmanager, suppress
 
-from engine.devices import other_rank_ended, print_last_line, shutdown
+from engine.devices import Ranks, other_rank_ended, print_last_line, shutdown
 from engine.errors import RunError, first_line, is_out_of_memory
 from policy import RatioError
 from sample import LogitsError
@@ -17,7 +17,7 @@ STOP = signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2          # 
 
 
 @contextmanager
-def stop_on_signal(ranks):
+def stop_on_signal():
     """Let the current step finish after Ctrl-C or a signal of STOP: of a batch system or a closed terminal.
 
     A second Ctrl-C ends the program at once. Signals that are ignored, as with nohup, stay ignored. Yields a
@@ -41,7 +41,7 @@ def stop_on_signal(ranks):
     handled = [number for number in signals if signal.getsignal(number) != signal.SIG_IGN]
     previous = {number: signal.signal(number, receive) for number in handled}
     try:
-        yield lambda: ranks.sum(len(received)) > 0
+        yield lambda: Ranks().sum(len(received)) > 0      # also of ranks whose slice has another one
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

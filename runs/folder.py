@@ -38,7 +38,11 @@ RECORDS = "metrics.jsonl", "rollouts.jsonl", "skipped.jsonl", "reward_errors.jso
 
 
 class RunFolder:
-    """The folder of one run, with its console."""
+    """The folder of one run, with its console.
+
+    Nothing is written before take, which locks the folder: for a resumed run when this object is created, for
+    the others when the loop begins (open), or before the built-in model is written as the base of an adapter.
+    """
 
     def __init__(self, config: Config, ranks: Ranks | None = None):
         training, self.ranks = config.training, ranks or Ranks()

@@ -4,6 +4,7 @@ import psutil
 import torch
 
 from config import Config
+from engine.text_model import has_adapter
 from logprobs import prompts_and_lengths
 from policy import Policy
 from sample import Rollout
@@ -63,14 +64,14 @@ def describe_memory(policy: Policy, of_token: float, config: Config) -> str:
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     in_use = memory_in_use(next(model.parameters()).device)
     trained = 4 * model.num_parameters(only_trainable=True)                      # float32
-    has_copy = config.training.use_grpo and grpo_config.kl_coef and not config.model.lora_rank
+    has_copy = config.training.use_grpo and grpo_config.kl_coef and not has_adapter(model)
     copy = weights / (1 if policy.precision == "float32" else 2) if has_copy else 0
     rows = grpo_config.generation_batch_size or config.rollout_size
-    words = len(model.get_output_embeddings().weight)
+    vocabulary = len(model.get_output_embeddings().weight)
     parts = {
         "in use now": in_use, "gradients and optimiser": 3 * trained, "reference": copy,
         f"activations of {policy.max_tokens} tokens": policy.max_tokens * of_token,
-        f"logits of {rows} completions x {words} tokens": rows * words * BYTES_OF_LOGIT,
+        f"logits of {rows} completions x {vocabulary} tokens": rows * vocabulary * BYTES_OF_LOGIT,
     }
     shown = ", ".join(f"{name} {size / GB:.1f}" for name, size in parts.items() if size > 0.05 * GB)
     return f"memory: at least {sum(parts.values()) / GB:.1f} GB" + (f" ({shown})" if shown else "")

@@ -14,7 +14,7 @@ from data import encode_prompt
 from engine import make_engine, saves_tokens
 from engine.errors import CannotShare
 from engine.device_policy import DevicePolicy
-from engine.devices import num_processes
+from engine.devices import Ranks, num_processes
 from engine.network import Network
 from engine.text_model import has_experts
 from policy import Policy
@@ -45,11 +45,11 @@ def build_policy(
     raises          ValueError if sampling or forward passes would be wrong
     """
     plain = DevicePolicy(network, tokenizer, max_tokens=max_tokens)
-    teacher_rows = None if teacher is None else plain.like(teacher)
+    teacher_policy = None if teacher is None else plain.like(teacher)
     limit = grpo_config.generation_max_length
     if make_policy:
         policy = policy_of_caller(make_policy, network, tokenizer, max_tokens)
-    elif shares_prompts(plain, teacher_rows, prompts, grpo_config, longest_prompt, notify):
+    elif can_share_prompts(plain, teacher_policy, prompts, grpo_config, longest_prompt, notify):
         policy = make_engine("shared", network, tokenizer, max_tokens=max_tokens)
     elif grpo_config.engine == "vllm":
         policy = plain
@@ -57,9 +57,9 @@ def build_policy(
         policy = make_engine("plain", network, tokenizer, max_tokens=max_tokens)
     with in_use(plain):
         rollout = refuse_wrong_sampler(policy, prompts, limit)
-    if teacher_rows:
-        with in_use(teacher_rows):
-            refuse_wrong_head(teacher_rows, rollout, "teacher")
+    if teacher_policy:
+        with in_use(teacher_policy):
+            refuse_wrong_head(teacher_policy, rollout, "teacher")
     if grpo_config.engine == "vllm" and not make_policy:
         from engine.vllm_engine import VLLM  # for vLLM only
 
@@ -92,8 +92,8 @@ def in_use(policy: DevicePolicy):
         yield
 
 
-def shares_prompts(
-    plain: DevicePolicy, teacher_rows: DevicePolicy | None, prompts: list, grpo_config: GRPOConfig,
+def can_share_prompts(
+    plain: DevicePolicy, teacher_policy: DevicePolicy | None, prompts: list, grpo_config: GRPOConfig,
     longest_prompt: int, notify: Callable,
 ) -> bool:
     """Return True if sharing prompts is faster and, on all ranks, computes the same as plain rows.
@@ -105,10 +105,10 @@ def shares_prompts(
     if engine == "plain" or (may_be_plain and not saves_tokens(longest_prompt, grpo_config)):
         return False
     fault, limit = "", grpo_config.generation_max_length
-    for rows in filter(None, (plain, teacher_rows)):      # both on each rank, so that collectives match
-        with in_use(rows):
-            fault = fault_of_sharing(rows, prompts, limit) or fault
-    if plain.ranks.sum(int(not fault)) == plain.ranks.size:
+    for policy in filter(None, (plain, teacher_policy)):  # both on each rank, so that collectives match
+        with in_use(policy):
+            fault = fault_of_sharing(policy, prompts, limit) or fault
+    if Ranks().sum(int(not fault)) == num_processes():
         return True
     note = f"prompts are not shared: {fault or 'another rank cannot'}"
     if engine == "shared":
@@ -149,8 +149,7 @@ def refuse_wrong_sampler(
     settings, seeds = short_completions(most_tokens), [(0, 0), (0, 1)]
     if distribution is not None:
         settings = replace(distribution, generation_max_length=settings.generation_max_length)
-    sampler = getattr(policy, "sampler", None)            # such as vLLM, which gets the weights first
-    with sampler.sampling() if sampler else nullcontext():
+    with policy.sampler.sampling() if policy.sampler else nullcontext():         # gets the weights first
         rollout = policy.sample([prompts[0], half], settings, seeds, num_completions=2)
     plain = DevicePolicy(getattr(policy, "network", policy.model), tokenizer)
     if distribution is None:                              # the model's own head does not restrict it
@@ -166,7 +165,7 @@ def refuse_wrong_sampler(
 
 @torch.no_grad()
 def refuse_wrong_head(plain: DevicePolicy, rollout: Rollout, name: str = "policy") -> None:
-    """Raise ValueError if the log-probabilities of the chunked head differ from those of the model itself.
+    """Raise ValueError if the log-probabilities of logprobs.py differ from those of the model's own logits.
 
     Only the first row is compared. Reasons are an adapter of the head, or a step that compute_logits lacks.
     """
@@ -176,7 +175,7 @@ def refuse_wrong_head(plain: DevicePolicy, rollout: Rollout, name: str = "policy
     logits = plain.model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
     own = logits.float().log_softmax(-1).gather(-1, completion[:, None].to(plain.device))[:, 0]
     ours = plain.log_probs(rollout, torch.tensor([0])).logp[0, mask]
-    if fault := difference(plain, f"{name}: chunked head and the model's own", ours, own):
+    if fault := difference(plain, f"{name}: logprobs.py and the model's own logits", ours, own):
         raise ValueError(
             f"start-up check: {fault}; logits of this architecture need a step that compute_logits in "
             "logprobs.py lacks: add it there")

@@ -25,7 +25,7 @@ from config import GRPOConfig
 from engine import make_engine, sampler
 from engine.devices import best_device
 from engine.models import save_any_policy
-from engine.network import with_precision
+from engine.network import set_precision
 from logprobs import completion_log_probs
 from runs.folder import read_jsonl
 
@@ -77,7 +77,7 @@ def test_packed_and_plain_rows_agree_in_tf32_and_bfloat16(name, precision):
     """With prompts longer than a block of the kernels, which the tests above do not have."""
     best_device()
     torch.manual_seed(0)
-    model = with_precision(ARCHITECTURES[name]().eval().to(DEVICE), precision).module
+    model = set_precision(ARCHITECTURES[name]().eval().to(DEVICE), precision).module
     rollout = made_up_rollout([150, 37], [40, 70, 33, 1])
     results = []
     for log_probs in shared_log_probs, completion_log_probs:
@@ -109,7 +109,7 @@ EXPERTS = "gemma4_experts", "qwen3_moe", "gpt_oss", "glm4_moe"                  
 def test_recorded_steps_sample_what_steps_sample(name, precision, tokenizer, monkeypatch):
     best_device()
     torch.manual_seed(0)
-    model = with_precision((ARCHITECTURES | CURRENT_ARCHITECTURES)[name]().eval().to(DEVICE), precision)
+    model = set_precision((ARCHITECTURES | CURRENT_ARCHITECTURES)[name]().eval().to(DEVICE), precision)
     config, engine = GRPOConfig(generation_max_length=40), make_engine("shared", model, tokenizer)
     recorded, steps, results = sampler.recorded, [], []
 

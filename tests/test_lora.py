@@ -15,7 +15,7 @@ from config import ModelConfig
 from engine import make_engine
 from engine.device_policy import DevicePolicy
 from engine.models import adapter_settings, load_any_policy, save_any_policy
-from engine.network import with_precision
+from engine.network import set_precision
 from engine.text_model import has_adapter, trainable_parameters
 from runs.folder import read_jsonl
 
@@ -48,7 +48,7 @@ def test_a_new_adapter_is_the_base_model_and_is_all_that_is_trained(saved):
 def test_frozen_weights_are_stored_in_the_precision_of_the_layers_bit_for_bit(saved, settings):
     model, tokenizer = load(saved, lora_rank=4, precision="bfloat16")
     in_float32, _ = load(saved, lora_rank=4)
-    with_precision(in_float32.requires_grad_(), "bfloat16")                   # nothing frozen: nothing rounded
+    set_precision(in_float32.requires_grad_(), "bfloat16")                   # nothing frozen: nothing rounded
     sizes = {}
     for name, parameter in with_noise(model).named_parameters():
         sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()

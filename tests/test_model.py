@@ -23,7 +23,7 @@ from config import ModelConfig
 from engine import make_engine
 from engine.device_policy import DevicePolicy
 from engine.models import load_any_policy, save_any_policy
-from engine.network import Network, move, recompute_activations, with_precision
+from engine.network import Network, move, recompute_activations, set_precision
 from engine.text_model import text_model
 from runs.setup import set_up
 
@@ -87,7 +87,7 @@ def test_layers_in_half_with_weights_and_numbers_in_float32(model, tokenizer, se
     engine = make_engine("shared", model, tokenizer)
     rollout = engine.sample(PROMPTS, settings, 0)
     exact = engine.log_probs(rollout).logp
-    with_precision(model, precision)
+    set_precision(model, precision)
     rounded = engine.forward(rollout, torch.arange(16)).logp
     assert 1e-5 < (rounded - exact).abs().max() < 0.5, "really rounded, and no more than that"
     assert rounded.dtype == torch.float32
@@ -117,7 +117,7 @@ def test_frozen_weights_that_autocast_leaves_stay_as_they_are(precision, kept):
 
     model = ARCHITECTURES["qwen3"]()
     model.model.layers[0].A_log, model.model.layers[0].experts = torch.nn.Parameter(torch.ones(3, 3)), TinyExperts()
-    with_precision(model.requires_grad_(False), precision)
+    set_precision(model.requires_grad_(False), precision)
     added = {name.rpartition(".")[2]: p.dtype for name, p in model.named_parameters() if "experts" in name or "A_log" in name}
     assert {name for name, dtype in added.items() if dtype == torch.float32} == kept
     assert model.model.layers[0].mlp.up_proj.weight.dtype == getattr(torch, precision)
@@ -125,7 +125,7 @@ def test_frozen_weights_that_autocast_leaves_stay_as_they_are(precision, kept):
 
 def test_a_reference_in_half_has_the_log_probabilities_of_the_policy_and_keeps_them(model, tokenizer, settings):
     """Precision and recomputation wrap methods of the model; the copy's must be bound to the copy."""
-    engine = make_engine("shared", with_precision(model, "bfloat16"), tokenizer)
+    engine = make_engine("shared", set_precision(model, "bfloat16"), tokenizer)
     recompute_activations(model)
     rollout = engine.sample(PROMPTS, settings, 0)
     reference, exact = engine.frozen_copy(), engine.frozen_copy(exact=True)

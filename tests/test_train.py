@@ -94,7 +94,10 @@ def test_a_loop_that_is_called_again_after_memory_ran_out_goes_on_with_the_small
         train.training_loop(run)
     assert num_steps(tmp_path / "run") == 1 and not (tmp_path / "run/final").exists()
     train.training_loop(run)
-    assert [line["step"] for line in read_jsonl(tmp_path / "run/metrics.jsonl")] == [1, 2, 3]
+    train.train(quick_config(tmp_path / "whole", **flags))
+    lines, whole = (read_jsonl(tmp_path / f"{name}/metrics.jsonl") for name in ("run", "whole"))
+    assert [(line["step"], line["learning_rate"], line["completion_tokens"]) for line in lines] == [
+        (line["step"], line["learning_rate"], line["completion_tokens"]) for line in whole], "data and schedule go on"
     assert tried[:2] == [2048, 1024] and {*tried[2:]} == {512} and (tmp_path / "run/final").exists()
     settings = json.loads((tmp_path / "run/config.json").read_text())
     assert settings["training"]["max_tokens_per_forward"] == 512

@@ -15,7 +15,7 @@ from torch.nn.utils import parameters_to_vector
 import train
 from config import GRPOConfig
 from engine import make_engine
-from engine.network import with_precision
+from engine.network import set_precision
 from experience import Batch, Experience, minibatches
 from grpo import LOSSES, token_weights, weighted_loss
 from policy import RatioError
@@ -396,7 +396,7 @@ def test_a_wrong_sampler_is_found_in_the_first_update_that_forwards_a_row(base, 
     ("plain", "float32", 0.01), ("plain", "bfloat16", 0.1), ("shared", "float32", 0.01), ("vllm", "float32", 0.03), ("vllm", "bfloat16", 0.3)])
 def test_first_ratios_may_differ_from_1_by_so_much(model, monkeypatch, engine, precision, tolerance):
     monkeypatch.setattr("engine.vllm_engine.VLLM", lambda policy: "a sampler")
-    policy = make_engine(engine, with_precision(model, precision), None)
+    policy = make_engine(engine, set_precision(model, precision), None)
     for factor, wrong in (0.99, False), (1.01, True), (math.nan, False):
         with pytest.raises(RatioError, match="first ratios must be 1") if wrong else nullcontext():
             policy.require_ratios_of_1(tolerance * factor)

@@ -8,7 +8,7 @@ from conftest import PROMPTS, watch_calls
 
 from config import GRPOConfig
 from engine import cache, sampler
-from engine.network import with_precision
+from engine.network import set_precision
 from engine.sampler import SamplingState, find_interval
 from sample import LogitsError
 
@@ -52,7 +52,7 @@ def test_the_cache_is_compacted_as_completions_end_and_grow(shared, monkeypatch,
 def test_a_prompt_is_held_once_for_two_siblings_in_the_layers_precision(shared, compactions):
     for precision, dtype in ("float32", torch.float32), ("bfloat16", torch.bfloat16):
         config = GRPOConfig(num_completions_per_prompt=8, **ANY | {"generation_max_length": 10})
-        with_precision(shared.model, precision)
+        set_precision(shared.model, precision)
         shared.sample(["a prompt of 23 tokens"], config, seeds=0)
         assert {(keys.shape, keys.dtype) for keys, _ in compactions[-1][2].layers} == {((4, 22 + 2 * 9, 2, 8), dtype)}, "a row for two siblings"
 

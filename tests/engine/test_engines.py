@@ -20,7 +20,7 @@ from engine import device_policy, devices, make_engine, saves_tokens
 from engine.device_policy import DevicePolicy
 from engine.errors import RunError
 from engine.models import load_any_policy, save_any_policy
-from engine.network import with_precision
+from engine.network import set_precision
 from engine.shared import Shared
 from engine.vllm_engine import VLLM
 from environments.conversations import sample_with_environment
@@ -49,7 +49,7 @@ def test_make_engine_chooses_a_policy_that_forwards_each_row_once_in_several_pas
         assert not every.requires_grad
     with pytest.raises(ValueError, match="fast must be plain, shared or vllm"):
         make_engine("fast", model, tokenizer)
-    assert type(make_engine("plain", with_precision(model, "bfloat16"), tokenizer)) is DevicePolicy
+    assert type(make_engine("plain", set_precision(model, "bfloat16"), tokenizer)) is DevicePolicy
 
 
 def gradient(model):
@@ -266,7 +266,7 @@ def test_a_teacher_whose_logits_are_not_those_of_its_own_pass_is_refused(tmp_pat
     sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, lru_width=32)
     model = RecurrentGemmaForCausalLM(RecurrentGemmaConfig(vocab_size=263, **sizes, logits_soft_cap=0.5))
     save_any_policy(model.eval(), tokenizer, tmp_path / "teacher")         # its soft cap has a name of its own
-    with pytest.raises(ValueError, match="start-up check: teacher: chunked head and the model's own differ by at most"):
+    with pytest.raises(ValueError, match=r"start-up check: teacher: logprobs\.py and the model's own logits differ by at most"):
         set_up(run_of(tmp_path, tmp_path / "teacher"))
 
 

@@ -27,7 +27,7 @@ def test_a_step_has_one_line_of_80_columns_with_what_matters_and_the_time_left(b
     assert line == "grpo  135/345  reward -0.25  correct 35%  zero-var 41%  kl 0.0123  left 0:35:00\n" and len(line) <= 81
     base.folder.console.print_step(phase, 16, 136, metrics | {"unscored": 0.25, "truncated": 0.5, "kl": math.nan})
     assert capsys.readouterr().out == "grpo  136/345  reward -0.25  correct 35%  unscored 25%  cut 50%  left 0:34:50\n"
-    base.folder.console.print_step(phase, 17, 137, {"mean_reward": 0.5, "entropy": math.nan, "grad_norm": 0.0, "skipped": 0, "step_seconds": 19.0, "updates": 2})
+    base.folder.console.print_step(phase, 17, 137, {"mean_reward": 0.5, "kl": None, "entropy": math.nan, "grad_norm": 0.0, "skipped": 0, "step_seconds": 19.0, "updates": 2})
     assert capsys.readouterr().out == "grpo  137/345  reward 0.50  grad 0.00  left 0:32:56\n", "what is no number is not shown"
 
 

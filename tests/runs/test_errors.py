@@ -21,7 +21,6 @@ import analysis.evaluation
 import train
 from engine.cache import PrefixCache
 from engine.errors import RunError
-from engine import devices
 from engine.models import load_any_policy, save_any_policy
 from infer import main
 from policy import Policy, RatioError
@@ -182,7 +181,7 @@ def test_an_ignored_signal_stays_ignored():
     """As under nohup, whose runs a closed terminal does not end."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with stop_on_signal(devices.Ranks()) as stop_requested:
+        with stop_on_signal() as stop_requested:
             signal.raise_signal(signal.SIGHUP)
             assert not stop_requested()
             signal.raise_signal(signal.SIGTERM)
@@ -194,7 +193,7 @@ def test_an_ignored_signal_stays_ignored():
 
 def test_in_another_thread_signals_are_left_alone():
     def requested() -> bool:
-        with stop_on_signal(devices.Ranks()) as stop_requested:
+        with stop_on_signal() as stop_requested:
             return stop_requested()
 
     with ThreadPoolExecutor() as pool:
@@ -249,7 +248,7 @@ def test_debug_prints_the_traceback_before_the_line(monkeypatch, tmp_path, capsy
 
 @pytest.mark.parametrize("number", STOP, ids=lambda number: number.name)
 def test_signals_of_a_batch_system_stop_after_the_step(number):
-    with stop_on_signal(devices.Ranks()) as requested:
+    with stop_on_signal() as requested:
         assert not requested()
         if number != signal.SIGHUP:                       # which closes the output: above
             signal.raise_signal(number)

@@ -201,3 +201,4 @@ def test_the_score_is_what_is_shown_accuracy_or_the_weighted_sum_of_known_points
     points = {"eval_reward/correctness": None, "eval_reward/reasoning_coherence": 0.5, "eval_reward/explanation_quality": 2.0}
     assert held_out_score(run, points | {"eval_accuracy": 0.25}) == 0.25 and held_out_score(run, points) == pytest.approx(0.2 * 0.5 + 0.1 * 2.0)
     assert numpy.isnan(held_out_score(run, dict.fromkeys(points))) and numpy.isnan(held_out_score(start_run(tmp_path), points))
+    assert numpy.isnan(held_out_score(run, {})), "nothing could be scored, as with a teacher and prompts without answers"

@@ -16,6 +16,7 @@ import train
 from config import Config
 from engine.fingerprints import fingerprint_of_examples
 from runs.plan import compare_settings, config_on_device
+from runs.setup import set_up
 
 
 def test_float16_is_refused_on_xla_where_its_loss_would_not_be_scaled():
@@ -25,8 +26,8 @@ def test_float16_is_refused_on_xla_where_its_loss_would_not_be_scaled():
     assert config_on_device(config, torch.device("cpu")).model.precision == "float16"
 
 
+KL = {"use_grpo": True, "use_kl_penalty": True}
 NEW, OWN = {"dataset": "mine.jsonl"}, {"dataset": "mine.jsonl", "eval_dataset": "held_out.jsonl"}
-GRPO = {"use_grpo": True, "use_kl_penalty": True, "kl_penalty_coef": 0.1}
 
 
 @pytest.mark.parametrize("begun,found,flags,refused", [
@@ -36,22 +37,23 @@ GRPO = {"use_grpo": True, "use_kl_penalty": True, "kl_penalty_coef": 0.1}
     (OWN, {"dataset": "b"}, {"dataset": "more.jsonl"}, ""), (OWN, {"dataset": "b"}, {"learning_rate": 0.1}, "dataset=mine.jsonl: its examples have changed since this run began (a, now b);"),
     (OWN, {"eval_dataset": "d"}, {}, "eval_dataset=held_out.jsonl: its examples have changed since this run began (c, now d);"), (OWN, {"eval_dataset": "d"}, {"eval_limit": 3}, ""),
     (NEW, {"dataset": "b"}, {"seed": 1}, "seed=1: this run began with 0;"), (NEW, {"dataset": "b"}, {"eval_limit": 5}, "eval_limit=5: this"),
-    ({"dataset": "python:list"}, {"dataset": "b"}, {"seed": 1}, "seed=1: this run"), ({}, {}, {"eval_limit": 5}, ""),
-    (GRPO, {}, {"use_grpo": False}, "use_grpo=False: this"), (GRPO, {}, {"cold_start_steps": 3}, "cold_start_steps=3: this"),
-    (GRPO, {}, {"lora_alpha": 8.0}, "lora_alpha=8.0: this"), (GRPO, {}, {"lora_rank": 8}, "lora_rank=8: this"),
-    (GRPO, {}, {"model_path": "other"}, "model_path=other: this"), (GRPO, {}, {"profile": "balanced"}, "profile=balanced: this"),
-    (GRPO, {}, {"kl_penalty_coef": 0.0}, "use_kl_penalty=False: this"), (GRPO, {}, {"use_value_head": True}, "use_value_head=True: this"),
+    (KL, {}, {"reference_path": "t"}, "reference_path=t: this run began with '';"), (KL | {"reference_path": "t"}, {}, {"reference_path": ""}, "reference_path=: this run"),
+    (KL | {"reference_path": "t"}, {}, {"reference_path": "moved"}, ""), ({"dataset": "python:list"}, {"dataset": "b"}, {"seed": 1}, "seed=1: this run"), ({}, {}, {"eval_limit": 5}, ""),
+    (KL, {}, {"use_grpo": False}, "use_grpo=False: this"), (KL, {}, {"cold_start_steps": 3}, "cold_start_steps=3: this"),
+    (KL, {}, {"lora_alpha": 8.0}, "lora_alpha=8.0: this"), (KL, {}, {"lora_rank": 8}, "lora_rank=8: this"),
+    (KL, {}, {"model_path": "other"}, "model_path=other: this"), (KL, {}, {"profile": "balanced"}, "profile=balanced: this"),
+    (KL, {}, {"kl_penalty_coef": 0.0}, "use_kl_penalty=False: this"), (KL, {}, {"use_value_head": True}, "use_value_head=True: this"),
     ({}, {"dataset": "b"}, {}, "dataset=arithmetic: its examples have changed since this run began (a, now b);"), ({}, {"dataset": "b"}, {"seed": 1}, ""),
 ])
 def test_other_data_and_settings_of_another_state_are_refused_in_a_resumed_run(tmp_path, monkeypatch, begun, found, flags, refused):
     begun, fingerprints = Config.of(**begun), {"dataset": "a", "eval_dataset": "c"}
-    now, state = Config.of(**begun.flags | flags), {"settings": begun.as_dict(), "fingerprints": fingerprints}
+    now, state = Config.of(**begun.flags | flags), {"settings": begun.as_dict(), "fingerprints": fingerprints, "own_functions": []}
     monkeypatch.setattr("runs.plan.read_state", lambda *_, **__: state)
     with pytest.raises(ValueError, match=f"^--{re.escape(refused)}[^\n]* with a checkpoint as --model_path$") if refused else nullcontext():
         compare_settings(now, tmp_path / "step-1", print, fingerprints | found)
-    del state["fingerprints"]                             # a checkpoint of an earlier version
-    if not flags:
-        compare_settings(now, tmp_path / "step-1", print, fingerprints | found)
+    del state["own_functions"]
+    with pytest.raises(ValueError, match=r"step-1: of an earlier version; start a new run"):
+        compare_settings(now, tmp_path / "step-1", print, fingerprints)
 
 
 def test_a_resumed_run_has_the_rows_of_its_file_and_no_more(tmp_path):
@@ -60,6 +62,8 @@ def test_a_resumed_run_has_the_rows_of_its_file_and_no_more(tmp_path):
     config = quick_config(tmp_path / "run", dataset=str(tmp_path / "mine.jsonl"), max_steps=1)
     train.train(config)
     again = replace(config, training=replace(config.training, resume=True))
+    checked = replace(again, training=replace(again.training, check=True))
+    assert set_up(checked).trainer_state.epoch == 0       # reward functions get it, before the data has an order
     train.train(again)
     (tmp_path / "mine.jsonl").write_text("\n".join(rows))
     with pytest.raises(ValueError, match=r"^--dataset=\S+: its examples have changed since this run began .16 examples, \w+, now 17 examples, \w+.; restore them"):

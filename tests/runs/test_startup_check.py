@@ -32,7 +32,7 @@ def test_a_head_without_the_soft_cap_is_refused(model, shared, monkeypatch):
     model.config.final_logit_softcapping = 5.0
     refuse_wrong_sampler(shared)
     monkeypatch.setattr(logprobs, "scale_and_softcap", lambda model, raw: raw)
-    with pytest.raises(ValueError, match=r"^start-up check: policy: chunked head and the model's own differ by at most .* compute_logits"):
+    with pytest.raises(ValueError, match=r"^start-up check: policy: logprobs.py and the model's own logits differ by at most .* compute_logits"):
         refuse_wrong_sampler(shared)
 
 
