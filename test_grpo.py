@@ -425,7 +425,11 @@ def expectation(estimator, corrected):
 def test_which_kl_estimator_has_which_value_and_gradient(estimator, corrected, unbiased, gradient_of):
     penalty, gradient, kl, forward, backward = expectation(estimator, corrected)
     assert (abs(penalty - kl) < 1e-12) == unbiased
-    matches = {"nothing": torch.zeros(6, dtype=torch.float64), "KL(policy || reference)": forward, "KL(reference || policy)": backward}
+    matches = {
+        "nothing": torch.zeros(6, dtype=torch.float64),
+        "KL(policy || reference)": forward,
+        "KL(reference || policy)": backward,
+    }
     for name, expected in matches.items():
         assert torch.allclose(gradient, expected, rtol=0, atol=1e-12) == (name == gradient_of), name
 

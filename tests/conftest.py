@@ -72,7 +72,8 @@ def gemma4(**options):
 
 ARCHITECTURES = {
     # Windows shorter than the prompts; Gemma 2 with soft caps on attention scores and logits, which only eager attention has.
-    "gemma2": partial(build, "gemma2", sliding_window=5, query_pre_attn_scalar=8, final_logit_softcapping=10.0, attn_logit_softcapping=5.0),
+    "gemma2": partial(
+        build, "gemma2", sliding_window=5, query_pre_attn_scalar=8, final_logit_softcapping=10.0, attn_logit_softcapping=5.0),
     "gemma3": partial(build, "gemma3_text", **IN_TURN, query_pre_attn_scalar=8),
     "qwen3": partial(build, "qwen3"),
     "llama": partial(build, "llama"),

@@ -172,7 +172,8 @@ def test_a_turn_that_ends_with_the_next_role_ends_once():
     for ended_by, expected in (user, "\nb<|assistant|>\n"), (tokenizer.eos_token_id, "<|user|>\nb<|assistant|>\n"):
         assert tokenizer.decode(encode_reply(tokenizer, "a", reply, stops, ended_by)) == expected
     conversation = Conversation(tokenizer, "a", lambda messages: "b", GRPOConfig(generation_max_length=99, max_turns=2), stops)
-    assert tokenizer.decode(conversation.end_turn([*tokenizer("x", add_special_tokens=False).input_ids, user])) == "\nb<|assistant|>\n"
+    assert tokenizer.decode(conversation.end_turn([*tokenizer("x", add_special_tokens=False).input_ids,
+        user])) == "\nb<|assistant|>\n"
     ids, own = encode_turns(tokenizer, "a", [said(content="x"), reply, said(content="y")], stops)
     assert tokenizer.decode(ids) == "x<eos><|user|>\nb<|assistant|>\ny<eos>" and own[:3] == [True, True, False]
 

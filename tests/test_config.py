@@ -142,7 +142,8 @@ def test_the_demonstration_counts_examples_at_every_batch_size_and_its_learning_
 def test_flags_win_over_the_adapted_values_and_other_profiles_are_not_adapted():
     config = Config.from_profile("demo", use_grpo=True, batch_size=2, eval_steps=7, learning_rate=1e-3)
     assert (config.training.eval_steps, config.training.learning_rate, config.training.cold_start_steps) == (7, 1e-3, 9600)
-    assert Config.from_profile("balanced", use_grpo=True, batch_size=64).training.learning_rate == PROFILES["balanced"]["learning_rate"]
+    assert Config.from_profile("balanced", use_grpo=True,
+        batch_size=64).training.learning_rate == PROFILES["balanced"]["learning_rate"]
     assert Config.from_profile("demo_supervised", batch_size=2).training.learning_rate == 5e-4, "demo_supervised: 2e-3 at 32"
     assert profile_values("", 2) == {}
 
@@ -159,7 +160,8 @@ def test_a_file_may_have_sections_or_not_a_byte_order_mark_and_constants_of_othe
 
 CODE = dict(reward_functions=["correctness", "r.py:r"], reward_weights=[1.0, 1.0], environment="e.py:e", max_turns=2,
     trust_remote_code=True, dataset="t.py")
-AGAIN = dict(reward_functions=["s.py:s"], reward_weights=[1.0], environment="", max_turns=1, trust_remote_code=False, dataset="a:b")
+AGAIN = dict(
+    reward_functions=["s.py:s"], reward_weights=[1.0], environment="", max_turns=1, trust_remote_code=False, dataset="a:b")
 
 
 def test_code_that_a_run_of_another_user_names_is_named_again(tmp_path, monkeypatch):

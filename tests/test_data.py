@@ -50,7 +50,8 @@ PART = {"type": "text", "text": "1+1"}
     ({"prompt": [USER], "completion": [message("assistant", "2", reasoning="hm")]}, {}),
     ({"prompt": [message("user", [PART, {"type": "text", "text": "=?"}], name=None)]}, {"prompt": [USER]}),
     ({"prompt": [USER, message("assistant", None, tool_calls=[CALL]), USER]}, {}),
-    ({"prompt": [USER, message("assistant", None, tool_calls=[{"function": {"name": "add", "arguments": '{"a": 1}'}, "id": None}])]},
+    ({"prompt": [USER, message("assistant", None,
+     tool_calls=[{"function": {"name": "add", "arguments": '{"a": 1}'}, "id": None}])]},
      {"prompt": [USER], "completion": [message("assistant", None, tool_calls=[{"function": CALL["function"]}])]}),
 ])
 def test_a_usual_row_is_taken_as_it_is(row, changed):
@@ -108,7 +109,8 @@ def test_an_odd_row_is_refused_in_one_line_with_its_number(row, words, loads):
 
 
 @pytest.mark.parametrize("source,message", [
-    *((name, rf"{name}: neither .* from sources import load_examples") for name in ("openai/gsm8k:main", "data.csv", "countdown")),
+    *((name, rf"{name}: neither .* from sources import load_examples") for name in ("openai/gsm8k:main", "data.csv",
+        "countdown")),
     ("none.jsonl", "none.jsonl: no such file"), ([], "dataset: no examples in it"),
     ({"train": []}, "dataset: must be a list of examples .*, not a dict: choose a split.*"),
     (iter("a"), "dataset: must be a list .*, not a str_.*iterator: .*"),
@@ -150,7 +152,8 @@ def test_columns_have_usual_names_or_are_named():
         return [example.get(name) for name in ("prompt", "answer", "completion")]
 
     assert read() == ["not this", "because", None] and read(answer="gold", completion="solution") == ["not this", "7", "because"]
-    assert read(prompt="frage", answer="", completion="solution") == ["q", None, "because"], "not the answer, which it would be otherwise"
+    assert read(prompt="frage", answer="", completion="solution") == ["q", None,
+        "because"], "not the answer, which it would be otherwise"
     assert read(answer="solution", completion="solution") == ["not this", "because", "because"]
     assert read(answer="a.b")[1] == "1" and read(answer="a.b.c")[1] == [7]
     assert read(prompt='{frage} {a.b} \\frac{1}{2} {"x": 1} {no column}')[0] == 'q 1 \\frac{1}{2} {"x": 1} {no column}'
@@ -167,7 +170,8 @@ def test_columns_have_usual_names_or_are_named():
 @pytest.mark.parametrize("value,column,words", [
     (2.5, "{price:.2f} Euros", "{price:.2f}: formats are not supported; write {price}"),
     (2.5, "{price!r}", "{price!r}: formats are not supported"),
-    (date(2024, 3, 1), "On {price}?", "{price} is the date datetime.date(2024, 3, 1), not text: data.map(lambda row: {'price': str"),
+    (date(2024, 3, 1), "On {price}?",
+     "{price} is the date datetime.date(2024, 3, 1), not text: data.map(lambda row: {'price': str"),
 ])
 def test_what_braces_cannot_write_is_refused(value, column, words):
     with pytest.raises(ValueError, match=f"example 1: .*{re.escape(words)}"):

@@ -47,7 +47,8 @@ def shortened(monkeypatch, tmp_path):
         training = dataclasses.replace(
             config.training, max_steps=2, cold_start_steps=min(1, config.training.cold_start_steps), batch_size=2,
             report_to="none", output_dir=str(tmp_path / f"run{len(seen)}"))
-        grpo = dataclasses.replace(config.grpo, generation_max_length=24, minibatch_size=min(4, config.grpo.minibatch_size))
+        grpo = dataclasses.replace(
+            config.grpo, generation_max_length=24, minibatch_size=min(4, config.grpo.minibatch_size))
         return real(dataclasses.replace(config, model=model, data=data, grpo=grpo, training=training), **objects)
 
     monkeypatch.setattr(train, "set_up", set_up)

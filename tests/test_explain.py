@@ -160,7 +160,8 @@ def test_every_table_by_hand(tmp_path, capsys, tables):
 
 @pytest.mark.parametrize("arguments", [5, 4])             # of policy_loss: with weights, without them
 def test_the_gradient_norm_depends_on_the_size_of_passes_only_without_weights(tmp_path, capsys, monkeypatch, arguments):
-    monkeypatch.setattr(train, "policy_loss", lambda *tensors, loss=train.policy_loss, **options: loss(*tensors[:arguments], **options))
+    monkeypatch.setattr(train, "policy_loss", lambda *tensors, loss=train.policy_loss,
+        **options: loss(*tensors[:arguments], **options))
     norms = map(float, re.search(r"gradient norm ([\d.e-]+) .*?: ([\d.e-]+)\)", explained(tmp_path, capsys)).groups())
     assert (math.isclose(*norms, rel_tol=1e-3)) == (arguments == 5)
 

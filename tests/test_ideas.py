@@ -89,7 +89,8 @@ def test_ipo_drops_tokens_that_have_moved_in_either_direction():
     assert [loss != 0 for loss in by_hand] == [True, False, False, True, False]
     logp, mask = torch.tensor([[math.log(p) for p in new]], requires_grad=True), torch.ones(1, 5, dtype=torch.bool)
     config = Config.of(use_grpo=True, loss_type="ipo", loss_options={"eps": 0.2}).grpo
-    loss, stats = policy_loss(logp, torch.tensor([old]).log(), torch.tensor([advantages]), mask, torch.ones(1, 5), **config.loss_arguments)
+    loss, stats = policy_loss(
+        logp, torch.tensor([old]).log(), torch.tensor([advantages]), mask, torch.ones(1, 5), **config.loss_arguments)
     loss.backward()
     assert loss.item() == pytest.approx(sum(by_hand)) and logp.grad[0].tolist() == pytest.approx(by_hand)
     assert stats["clip_fraction"].tolist() == [[0, 1, 1, 0, 1]]

@@ -240,5 +240,6 @@ def test_the_loop_over_the_core_alone_trains_as_train_py_does_bit_for_bit(tmp_pa
     copy(rows_to_copy()["phases, data and evaluation too"][0], tmp_path)
     run(tmp_path, "examples/minimal.py", *flags, "alone")
     run(ROOT, "train.py", "--use_grpo", "--engine", "plain", "--report_to", "none", *flags, str(tmp_path / "whole"))
-    alone, whole = (hashlib.sha256((tmp_path / name / "final/model.safetensors").read_bytes()).hexdigest() for name in ("alone", "whole"))
+    alone, whole = (
+        hashlib.sha256((tmp_path / name / "final/model.safetensors").read_bytes()).hexdigest() for name in ("alone", "whole"))
     assert alone == whole

@@ -236,7 +236,8 @@ def test_a_reward_function_that_raises_in_one_process_stops_all_with_one_message
         "    if os.environ['RANK'] == '1' and len(calls) > 2:\n        raise ZeroDivisionError('no good')\n"
         "    return [float(len(c)) for c in completions]\n"
     )
-    done = launch(2, tmp_path / "run", *EVERYTHING.split(), "--reward_functions", f"{tmp_path}/bad.py:bad", fails=True)
+    done = launch(
+        2, tmp_path / "run", *EVERYTHING.split(), "--reward_functions", f"{tmp_path}/bad.py:bad", fails=True)
     assert done.stderr.count("ZeroDivisionError: no good") == 1 or done.stderr.count("RunError") >= 1, done.stderr[-3000:]
 
 

@@ -186,7 +186,8 @@ EXAMPLES = [{"prompt": "p", "answer": "1", "completion": "gold"}, {"prompt": "q"
 
 @pytest.mark.parametrize("functions,weights,expected", [
     ([[1, 2, 3, 4]], [0.5], [[0.5, 1], [1.5, 2]]),
-    ([[1, 0, None, None], [2, 1, 2, 1]], [1.0, 0.5], [[2, 0.5], [1, 0.5]]),     # None for all siblings: it does not apply to the group
+    ([[1, 0, None, None], [2, 1, 2, 1]], [1.0, 0.5],
+     [[2, 0.5], [1, 0.5]]),     # None for all siblings: it does not apply to the group
     ([[None, 1, 2, None], [2, 1, 2, 1]], [1.0, 1.0], [[NAN, 2], [4, NAN]]),     # None for some: these have no score
     ([[NAN] * 4, [2, 1, 2, 1]], [1.0, 1.0], [[NAN] * 2] * 2),                   # NaN: it failed, for all siblings too
     ([[NAN] * 4, [2, 1, 2, 1]], [0.0, 1.0], [[2, 1], [2, 1]]),                  # of weight 0: watched alone

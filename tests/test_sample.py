@@ -76,7 +76,8 @@ def test_the_plain_sampler_is_that_of_each_completion_alone_by_hand(architecture
         assert rollout.completion_ids.tolist() == [ids + [0] * (longest - len(ids)) for ids, _, _ in expected]
         assert rollout.completion_mask.tolist() == [drawn + [False] * (longest - len(drawn)) for _, drawn, _ in expected]
         assert rollout.finished.tolist() == [ended for _, _, ended in expected]
-        assert rollout.completions == [tokenizer.decode(ids[:-1] if ended else ids, skip_special_tokens=True) for ids, _, ended in expected]
+        assert rollout.completions == [
+            tokenizer.decode(ids[:-1] if ended else ids, skip_special_tokens=True) for ids, _, ended in expected]
         turns = [(row, ids[: t + 1]) for row, (ids, drawn, _) in enumerate(expected) for t in range(len(ids)) if drawn[t] and ids[t] in stops]
         assert sorted(asked) == (turns if with_environment else [])
         if not size:                                      # rows leave when a quarter of those that are forwarded has ended
@@ -110,7 +111,8 @@ def test_every_prompt_and_every_sibling_has_a_stream_of_its_own():
 
 
 @pytest.mark.parametrize("draw", [sample_inverse_cdf, sampler.sample_in_blocks], ids=["plain", "shared"])
-@pytest.mark.parametrize("temperature,top_k,top_p,min_p", [(1.0, 0, 1.0, 0.0), (0.8, 5, 0.9, 0.0), (2.0, 0, 0.6, 0.0), (1.0, 0, 1.0, 0.1)])
+@pytest.mark.parametrize("temperature,top_k,top_p,min_p", [
+    (1.0, 0, 1.0, 0.0), (0.8, 5, 0.9, 0.0), (2.0, 0, 0.6, 0.0), (1.0, 0, 1.0, 0.1)])
 def test_drawn_tokens_follow_the_distribution(temperature, top_k, top_p, min_p, draw):
     """Chi-square against the enumerated probabilities of eight tokens."""
     n = 20000

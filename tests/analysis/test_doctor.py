@@ -68,13 +68,15 @@ def fall(t):                    # of ten rollouts, from 1 to 0
 
 GENERATED = {                   # lines, the findings, words in the first one, flags
     "collapse in ten rollouts": (
-        changed(lambda t, line: {"reward/correctness": 0.97 * fall(t), "mean_reward": 0.18 + 1.03 * fall(t), "zero_variance_groups": 0.3},
+        changed(lambda t, line: {"reward/correctness": 0.97 * fall(t), "mean_reward": 0.18 + 1.03 * fall(t),
+            "zero_variance_groups": 0.3},
                 start=0.97, end=0.97), ["collapse"],
                     "fell from its maximum, 1.27, to 0.18: start a run from an earlier checkpoint"),
     "a collapse of what was gained": (
         [line | {"mean_reward": -1 + 0.02 * (t if t < 50 else max(0, 100 - t))} for t, line in enumerate(healthy(1))],
         ["collapse"], ""),
-    "entropy x 0.97 a rollout": (changed(lambda t, line: {"entropy": line["entropy"] * 0.97**t}), ["entropy"], "--entropy_coef 0.01"),
+    "entropy x 0.97 a rollout": (changed(lambda t, line: {"entropy": line["entropy"] * 0.97**t}), ["entropy"],
+        "--entropy_coef 0.01"),
     "length hacking": (
         changed(lambda t, line: {"completion_tokens": min(250, 23 * 1.03**t), "truncated": min(0.9, t / 100),
                                  "mean_reward": line["mean_reward"] + t / 100}), ["length"],

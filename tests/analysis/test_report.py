@@ -293,7 +293,8 @@ def test_runs_that_differ_in_the_seed_alone_have_a_mean_and_a_range(tmp_path, ca
 
 
 def test_settings_of_other_runs_do_not_control_the_terminal(tmp_path):
-    folders = [run_of(tmp_path / str(n), accuracy(0.5), flags=["--instruction", text]) for n, text in enumerate(("x", "\x1b]0;title\x07"))]
+    folders = [run_of(tmp_path / str(n), accuracy(0.5), flags=["--instruction", text])
+        for n, text in enumerate(("x", "\x1b]0;title\x07"))]
     assert "\\x1b]0;title\\x07" in compare_runs(folders)
 
 

@@ -27,7 +27,8 @@ def linted(model, tokenizer):
 
 @pytest.mark.parametrize("function,flag", [
     (lambda completions, **columns: [-float(len(c)) for c in completions], "not less than gold (-"),
-    (lambda completions, answer, **columns: [float(a in c) for c, a in zip(completions, answer)], "not less than gold (1.00): spam (1.00)"),
+    (lambda completions, answer, **columns: [float(a in c) for c, a in zip(completions, answer)],
+     "not less than gold (1.00): spam (1.00)"),
     (lambda completions, **columns: [float("..." in c) for c in completions], "more than wrong (0.00): form (1.00)"),
     (lambda completions, **columns: [0.5 for c in completions], "every completion gets 0.5, so all advantages would be 0"),
     (lambda completions, **columns: [float("\n" not in c) for c in completions], "gold with a newline in it gets less (0.00)"),
@@ -113,7 +114,8 @@ def test_check_scores_as_many_examples_as_it_says_and_none_of_conversations(caps
     (tmp_path / "data.jsonl").write_text('{"prompt": "2*2?\\nA. 3\\nB. 4", "answer": "4"}\n' * 20)
     assert "- 20 of 20 answers are numbers while" in check(capsys, tmp_path, "--dataset", f"{tmp_path}/data.jsonl",
         "--eval_limit", "0", "--cold_start_steps", "0")
-    assert "| reward |" not in check(capsys, tmp_path, *"--environment calculator --max_turns 2 --reward_functions environment".split())
+    assert "| reward |" not in check(capsys, tmp_path,
+        *"--environment calculator --max_turns 2 --reward_functions environment".split())
     with pytest.raises(SystemExit) as stop:
         check(capsys, tmp_path, "--reward_functions", f"{tmp_path}/own.py:fussy")
     assert stop.value.code == 1 and "reward function fussy raised KeyError: 'level'" in capsys.readouterr().err

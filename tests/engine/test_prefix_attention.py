@@ -24,7 +24,8 @@ def layout_by_hand():
         first = prompt[1] if prompt else 0
         positions += range(first, first + length)
         owner += [(start, prompt and prompt[0])] * length
-    sees = [[owner[j][0] in owner[i] and positions[j] <= positions[i] for j in range(len(owner))] for i in range(len(owner))]
+    sees = [
+        [owner[j][0] in owner[i] and positions[j] <= positions[i] for j in range(len(owner))] for i in range(len(owner))]
     return torch.tensor(positions), torch.tensor(sees)
 
 
@@ -52,7 +53,9 @@ class Layer(torch.nn.Module):
     (modeling_gemma2, "sdpa", None, False), (modeling_gemma2, "sdpa", 3.0, False), (modeling_gpt_oss, "eager", None, True)])
 @pytest.mark.parametrize("heads,key_heads", [(4, 1), (4, 2), (3, 3)])
 @pytest.mark.parametrize("device", ["cpu", "xla"])
-def test_values_and_gradients_are_those_of_dense_attention(window, source, name, softcap, sinks, heads, key_heads, device, monkeypatch):
+def test_values_and_gradients_are_those_of_dense_attention(
+    window, source, name, softcap, sinks, heads, key_heads, device, monkeypatch,
+):
     """On XLA with its rounded sizes, one block of prompts and one of completions: padding is finite and changes nothing."""
     monkeypatch.setattr(packing, "copy_together", lambda tensors, device: tensors)
     positions, visible = layout_by_hand()

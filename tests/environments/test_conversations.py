@@ -15,7 +15,9 @@ from logprobs import completion_lengths
 from engine.errors import RunError
 from runs.folder import completion_records
 from runs.groups import describe_conversations
-from environments.conversations import (MAX_MESSAGE_CHARACTERS, Conversation, sample_with_environment)
+from environments.conversations import (
+    MAX_MESSAGE_CHARACTERS, Conversation, sample_with_environment,
+)
 from environments.instances import load_environment
 from environments.messages import encode_turns, encode_reply
 from model import byte_tokenizer
@@ -145,7 +147,9 @@ def test_what_was_sampled_is_a_prefix_of_every_later_prompt(name, settings):
 
 
 def test_a_demonstration_with_several_turns_is_learned_where_the_assistant_speaks(model, tokenizer):
-    completion = [{"role": "assistant", "content": "ab"}, {"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}]
+    completion = [
+        {"role": "assistant", "content": "ab"}, {"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}
+    ]
     ids, spoken = encode_turns(tokenizer, "p", completion, [1])
     assert tokenizer.decode(ids) == "ab<eos>\nc\nd<eos>" and spoken == [True] * 3 + [False] * 3 + [True] * 2
     examples = [{"prompt": "p", "completion": completion}, {"prompt": "q", "completion": "x"}]

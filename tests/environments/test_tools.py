@@ -46,7 +46,9 @@ def fails(**arguments):
     raise KeyError
 
 
-TOOLS = dict(calculate=calculate, weather=weather, look=look, multiply=multiply, fails=fails, silent=lambda: " \n", echo=lambda n="none": n)
+TOOLS = dict(
+    calculate=calculate, weather=weather, look=look, multiply=multiply, fails=fails, silent=lambda: " \n",
+    echo=lambda n="none": n)
 
 
 @pytest.mark.parametrize("text,results", [

@@ -65,7 +65,9 @@ def test_reward_functions_of_trl_run_unchanged(name, tmp_path):
     (tmp_path / "data.jsonl").write_text(json.dumps(row) + "\n")
     function = load_reward_function(f"{tmp_path}/of_trl.py:{name}")
     texts = ["<think>\nhalf\n</think>\nSo \\boxed{\\frac{1}{2}}", "\\boxed{\\frac{1}{3}}"]
-    total, _ = call_and_score([function], [1.0], rollout_of(*texts), load_examples(str(tmp_path / "data.jsonl")), timeout=60.0)
+    total, _ = call_and_score(
+        [function], [1.0], rollout_of(*texts), load_examples(str(tmp_path / "data.jsonl")), timeout=60.0
+    )
     torch.testing.assert_close(total[0].tolist(), TRLS_POINTS[name])
 
 
@@ -240,7 +242,8 @@ def test_what_would_end_the_program_is_an_error_of_the_function(kind, error):
     names = {}
     exec(f"import asyncio\n\n{kind} leaves(completions, **columns):\n    raise {error}", names)
     for timeout in 0.0, 20.0:
-        with pytest.raises(RunError, match=r"leaves raised (RuntimeError|CancelledError): .* \(<string>, line 4\); on 4 completions"):
+        with pytest.raises(RunError,
+            match=r"leaves raised (RuntimeError|CancelledError): .* \(<string>, line 4\); on 4 completions"):
             call_and_score([names["leaves"]], [1.0], rollout_of("a", "b", "c", "d"), EXAMPLES, timeout=timeout)
 
 

@@ -26,7 +26,8 @@ def test_reward_functions_come_from_the_library_or_a_file(tmp_path):
     assert load_reward_function(f"{file}:short")(["abc"]) == [-3]
     (tmp_path / "broken.py").write_text("import no_such_module\n")
     (tmp_path / "same.py").write_text(
-        "def correctness(completions, **columns): ...\ndef one(text): ...\nclass Weighted:\n    def __init__(self, weight): ...\n"
+        "def correctness(completions, **columns): ...\ndef one(text): ...\n"
+        "class Weighted:\n    def __init__(self, weight): ...\n"
     )
     for name, message in {
         "corectness": "unknown; use path/to/file.py:function or one of correctness",
@@ -165,4 +166,5 @@ def test_a_column_counts_where_it_has_a_value():
 
     require_columns([needs], [{"prompt": "p"}, {"prompt": "q", "level": torch.zeros(3)}], "zeros are values")
     with pytest.raises(ValueError, match=r"needs the column level, which my data does not have \(columns with values: prompt\)$"):
-        require_columns([needs], [{"prompt": "p", "level": None}, {"prompt": "q", "level": ""}, {"level": float("nan")}], "my data")
+        require_columns([needs], [{"prompt": "p", "level": None}, {"prompt": "q", "level": ""}, {"level": float("nan")}],
+            "my data")

@@ -149,7 +149,8 @@ FAILURES = {
     "a redirect": (lambda request: httpx2.Response(307, headers={"Location": "http://other/v1"}), "307"),
     "nested JSON": (lambda request: httpx2.Response(200, text="[" * 500_000), "RecursionError"),
     "no rating": (lambda request: chat("nonsense"), "no rating from 0 to 10 in 'nonsense'"),
-    "the key in an error": (lambda request: httpx2.Response(401, extensions={"reason_phrase": f"wrong key {KEY}".encode()}), "wrong key"),
+    "the key in an error": (lambda request: httpx2.Response(401, extensions={"reason_phrase": f"wrong key {KEY}".encode()}),
+        "wrong key"),
     "the key in the reply": (lambda request: chat("x" * 200 + f"{KEY} {KEY}"), "API key"),
 }
 

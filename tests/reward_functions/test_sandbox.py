@@ -70,7 +70,8 @@ def test_at_least_one_way_is_tested():
         ("import os; print({*os.environ} - {'LC_CTYPE', 'PWD'})", True, "set()\n", ""),
         ("import dataclasses\n@dataclasses.dataclass\nclass A:\n    x: int = 1\nprint(A())", True, "A(x=1)\n", ""),
         ("import sys; print(sys.stdin.read() == '', __name__)", True, "True __main__\n", ""),
-        ("from resource import *; print(*map(getrlimit, [RLIMIT_CPU, RLIMIT_CORE, RLIMIT_MEMLOCK]))", True, "(10, 10) (0, 0) (0, 0)\n", ""),
+        ("from resource import *; print(*map(getrlimit, [RLIMIT_CPU, RLIMIT_CORE, RLIMIT_MEMLOCK]))", True,
+         "(10, 10) (0, 0) (0, 0)\n", ""),
     ],
 )
 def test_a_program_runs_and_what_became_of_it_is_said(method, code, ok, stdout, reason):

@@ -14,7 +14,9 @@ from contextlib import suppress
 
 import pytest
 import torch
-from conftest import (QUICK, ROOT, assert_same, assert_same_to_rounding, ctrl_c_after, length_reward, num_steps, run_folder)
+from conftest import (
+    QUICK, ROOT, assert_same, assert_same_to_rounding, ctrl_c_after, length_reward, num_steps, run_folder,
+)
 from forked import Program
 
 import analysis.evaluation
@@ -267,7 +269,10 @@ def test_a_run_whose_gradients_are_not_finite_skips_saves_and_stops(tmp_path, mo
         return losses
 
     monkeypatch.setattr(Policy, "forward_backward", broken)
-    flags = f"--use_grpo --cold_start_steps 2 --max_steps 9 --eval_limit 0 --learning_rate 1e-3 --reward_functions {length_reward(tmp_path)}"
+    flags = (
+        "--use_grpo --cold_start_steps 2 --max_steps 9 --eval_limit 0 --learning_rate 1e-3 "
+        f"--reward_functions {length_reward(tmp_path)}"
+    )
     with pytest.raises(SystemExit) as stop:
         run_folder(tmp_path / "out", *flags.split())
     error = capsys.readouterr().err

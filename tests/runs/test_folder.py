@@ -308,7 +308,8 @@ def test_copies_that_a_user_makes_of_checkpoints_are_neither_deleted_nor_resumed
 
 def test_a_kill_between_the_two_renames_leaves_the_checkpoint_before(tmp_path, monkeypatch):
     def write(text):
-        checkpoint.write_folder(target, lambda partial: partial.mkdir(parents=True) or (torch.save({"text": text}, partial / "state.pt")))
+        checkpoint.write_folder(target, lambda partial: partial.mkdir(parents=True) or (
+            torch.save({"text": text}, partial / "state.pt")))
 
     def killed(path, to, real=Path.rename):
         if path.name == "writing":

@@ -56,7 +56,8 @@ def test_without_objects_names_of_the_configuration_count_and_a_built_in_functio
 
 def test_prompts_alone_and_an_object_with_items_are_data_too(tmp_path):
     prompts = ["one", "two", [{"role": "user", "content": "three"}]]
-    run = set_up(quick_config(tmp_path / "a"), reward_functions="diversity", dataset=prompts, eval_dataset=["four"])
+    run = set_up(
+        quick_config(tmp_path / "a"), reward_functions="diversity", dataset=prompts, eval_dataset=["four"])
     assert [example["prompt"] for example in run.train_set][:2] == ["one", "two"] and len(run.train_set) == 3
     run = set_up(quick_config(tmp_path / "b", eval_limit=256), dataset=datasets.Dataset.from_list(EXAMPLES))
     assert len(run.eval_set) == len(EXAMPLES) // 5 and run.train_set[0]["hint"] is not None

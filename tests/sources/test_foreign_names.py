@@ -108,9 +108,11 @@ def test_a_line_of_the_others_ends_with_one_line_that_has_a_flag_for_each_name(s
         for there, here in missing(system).items():
             line = line.replace(there, here)
         pattern = {"p": r"--(\w+)", "{": r'"(\w+)":'}.get(line[0], r"(\w+)=")
-        answer, foreign = type_line(line), [name for name in re.findall(pattern, line) if name not in FLAGS and name not in CONSTANT]
+        answer, foreign = type_line(line), [name for name in re.findall(pattern,
+            line) if name not in FLAGS and name not in CONSTANT]
         if line[0] not in "p{":                           # Python names the first one
-            assert foreign[0] in answer and "\n" not in answer and explain_unknown(foreign, FLAGS).count("; here ") == len(foreign)
+            assert foreign[0] in answer and "\n" not in answer and explain_unknown(foreign,
+                FLAGS).count("; here ") == len(foreign)
             continue
         assert len(foreign) > 1 and "\n" not in answer and answer.count(" | ") == len(foreign) - 1
         for name in foreign:

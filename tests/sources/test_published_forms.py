@@ -34,15 +34,18 @@ PUBLISHED = [                   # row, forms, prompt, answer, completion, other 
      tagged("By \\boxed{2}: \\boxed{\\frac{1}{2}}.", "\\frac{1}{2}"), {}),
     ({"problem": "$2x=1$", "solution": "So \\boxed{.5}", "answer": "1/2"}, "math", "$2x=1$", "1/2",
      tagged("So \\boxed{.5}", "1/2"), {}),      # MATH-500
-    ({"question": "$x^2$?", "final_answer": "2x", "r1_solution_1": "Rule."}, "", "$x^2$?", "2x", None, {}),      # DeepMath
-    ({"question": "2*2?", "choices": ["2", "3", "4"], "answer": 2}, "choices", "2*2?\nA. 2\nB. 3\nC. 4", "C", None, {}),      # MMLU
+    ({"question": "$x^2$?", "final_answer": "2x", "r1_solution_1": "Rule."}, "", "$x^2$?", "2x", None,
+     {}),      # DeepMath
+    ({"question": "2*2?", "choices": ["2", "3", "4"], "answer": 2}, "choices", "2*2?\nA. 2\nB. 3\nC. 4", "C", None,
+     {}),      # MMLU
     ({"question": "2+2?", "choices": {"text": ["3", "4"], "label": ["1", "2"]}, "answerKey": "2"}, "choices",
      "2+2?\nA. 3\nB. 4", "B", None, {"choices": ["3", "4"]}),      # ARC
     ({"question": "2+2?", "options": {"A": "3", "B": "4"}, "answer": "4", "answer_idx": "B"}, "choices", "2+2?\nA. 3\nB. 4",
      "4", None, {"choices": ["3", "4"]}),      # MedQA
     ({"question": "2+2?", "options": ["3", "4"], "answer": "B", "answer_index": 1}, "choices", "2+2?\nA. 3\nB. 4", "B", None,
      {}),      # MMLU-Pro
-    ({"instruction": "In French.", "input": "Hi,\nthere", "output": "Oui."}, "alpaca", "In French.\n\nHi,\nthere", None, "Oui.", {}),
+    ({"instruction": "In French.", "input": "Hi,\nthere", "output": "Oui."}, "alpaca", "In French.\n\nHi,\nthere", None,
+     "Oui.", {}),
     ({"instruction": "In French.", "input": "", "output": "Oui."}, "", "In French.", None, "Oui.", {}),
     ({"id": "Q2_0", "conversations": SHAREGPT}, "sharegpt", [SYSTEM, user("Count.")], None, "One.", {}),
     ({"system": "Be brief.", "conversations": SHAREGPT[1:]}, "sharegpt", [SYSTEM, user("Count.")], None, "One.", {}),
@@ -55,7 +58,8 @@ PUBLISHED = [                   # row, forms, prompt, answer, completion, other 
      {"tests": ["assert f(1) == 2"]}),
     ({"prompt": [user("1+1?")], "reward_model": {"ground_truth": "2", "style": "rule"}, "ability": "m"}, "verl",
      [user("1+1?")], "2", None, {}),
-    ({"prompt": [user("1+1?")], "reward_model": {"ground_truth": '["2", "two"]'}}, "verl", [user("1+1?")], ["2", "two"], None, {}),
+    ({"prompt": [user("1+1?")], "reward_model": {"ground_truth": '["2", "two"]'}}, "verl", [user("1+1?")], ["2", "two"], None,
+     {}),
     ({"prompt": [user("Make 9.")], "reward_model": {"ground_truth": {"target": 9, "numbers": [4, 5]}}}, "verl",
      [user("Make 9.")], None, None, {"numbers": [4, 5]}),      # TinyZero
     ({"messages": CALLS, "tools": json.dumps([ADD])}, "tools",
@@ -85,7 +89,8 @@ def test_of_a_form_that_only_some_rows_have_the_number_is_named():
 def test_countdown_needs_the_flag_that_the_message_names(tmp_path):
     path = write_lines(tmp_path / "countdown.jsonl",
         [{"target": n * 3 + 4, "nums": [n, 3, 4]} for n in (2, 6)])     # Jiayi-Pan/Countdown-Tasks-3to4
-    with pytest.raises(ValueError, match=r"columns target, nums, .*--prompt_column, or a text such as '... \{target\} ... \{nums\}"):
+    with pytest.raises(ValueError,
+        match=r"columns target, nums, .*--prompt_column, or a text such as '... \{target\} ... \{nums\}"):
         load_examples(path)
     examples, _ = data_of("--dataset", path, "--eval_limit", "0", "--prompt_column", "Make {target} from {nums}. \\boxed{}")
     assert [e["prompt"] for e in examples] == ["Make 10 from [2, 3, 4]. \\boxed{}", "Make 22 from [6, 3, 4]. \\boxed{}"]

@@ -89,7 +89,8 @@ def test_tensorflow_datasets_gives_values_of_json(monkeypatch):
         assert name == "gsm8k"
         if split not in ("train", "test"):
             raise ValueError(f"Unknown split {split!r}\nmany more lines")
-        rows = [{"question": b"What is 2+2?", "answer": "é\n#### 1,999".encode(), "level": np.int64(1), "notes": {"by": np.array([b"me"])}}]
+        rows = [{"question": b"What is 2+2?", "answer": "é\n#### 1,999".encode(), "level": np.int64(1),
+            "notes": {"by": np.array([b"me"])}}]
         return rows * (2 if split == "train" else 1)
 
     monkeypatch.setitem(sys.modules, "tensorflow_datasets", SimpleNamespace(data_source=data_source))

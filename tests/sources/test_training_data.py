@@ -106,9 +106,11 @@ def test_columns_that_nothing_reads_are_named(rows, said):
     ("is_correct", [False, True, True], 0), ("label", [False] * 3, 3),
 ])
 def test_completions_with_a_false_label_are_refused(label, values, refused):
-    rows, notes = [{"prompt": [USER, {"role": "assistant", "content": f"{i}"}], label: value} for i, value in enumerate(values)], []
+    rows, notes = [{"prompt": [USER, {"role": "assistant", "content": f"{i}"}], label: value}
+        for i, value in enumerate(values)], []
     if refused:
-        with pytest.raises(ValueError, match=f"--dataset: {refused} of 3 completions have a false label; remove them: data.filter"):
+        with pytest.raises(ValueError,
+            match=f"--dataset: {refused} of 3 completions have a false label; remove them: data.filter"):
             note_unused(load_examples(rows), {"level"}, notes.append)
     note_unused(load_examples(rows), {label}, notes.append)
     note_unused([{"prompt": "p", "label": False}], set(), notes.append)
