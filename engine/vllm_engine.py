@@ -34,7 +34,7 @@ from engine.sharding import gathered, reshard
 from logprobs import distribution_of
 from sample import Rollout, make_rollout, random_generators, stop_token_ids
 
-ENVIRONMENT = {                 # settings that vLLM reads from the environment, unless they are set already
+ENVIRONMENT_VARIABLES = {       # of vLLM, unless they are set already
     "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
 
@@ -63,7 +63,7 @@ class VLLM:
         self.policy, model = policy, policy.model
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"                       # in this process
         matmul = torch.get_float32_matmul_precision()     # a worker sets it for the whole process
-        for name, value in (ENVIRONMENT | {"VLLM_FLOAT32_MATMUL_PRECISION": matmul}).items():
+        for name, value in (ENVIRONMENT_VARIABLES | {"VLLM_FLOAT32_MATMUL_PRECISION": matmul}).items():
             os.environ.setdefault(name, value)
         self.sleeps = policy.device.type == "cuda"          # it shares the GPU
         config = copy.deepcopy(model.config)
