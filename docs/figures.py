@@ -4,7 +4,6 @@ Draw the figures in docs/figures. All values are computed by the functions that 
     python docs/figures.py                   docs/figures/*.svg, in seconds
     python docs/figures.py --ladder 5        first run the programs of examples/ladder, seeds 0 to 4, as far as docs/figures/ladder.jsonl
                                              has no lines of them: half a minute each
-    python docs/figures.py --losses 5        the same for the demonstration with five losses: two minutes each
 """
 
 import argparse
@@ -16,7 +15,6 @@ import json
 import re
 import runpy
 import sys
-import tempfile
 from pathlib import Path
 
 import matplotlib
@@ -36,7 +34,6 @@ import logprobs  # noqa: E402
 import policy  # noqa: E402
 import rewards  # noqa: E402
 import sample  # noqa: E402
-import train  # noqa: E402
 from config import GRPOConfig, ModelConfig  # noqa: E402
 from engine.packing import pack_groups  # noqa: E402
 from engine.models import load_any_policy  # noqa: E402
@@ -242,35 +239,6 @@ def run_ladder(path: Path, seeds: int) -> None:
             print(f"{run}, seed {seed}: accuracy {lines[-1]['accuracy']}", flush=True)
 
 
-def run_losses(path: Path, seeds: int) -> None:
-    """Add to a file of JSON Lines the held-out accuracy of half a demonstration with each loss, for each seed."""
-    for seed, loss in itertools.product(range(seeds), ("grpo", "dapo", "dr_grpo", "gspo", "cispo")):
-        if any(line["run"] == loss and line["seed"] == seed for line in read_lines(path)):
-            continue
-        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-            flags = ["--use_grpo", "--loss_type", loss, "--seed", str(seed), "--num_epochs", "0.8", "--report_to", "none"]
-            train.main([*flags, "--output_dir", f"{folder}/run"])
-            lines = read_lines(Path(folder, "run/metrics.jsonl"))
-        start = min(line["step"] for line in lines if line["phase"] == "grpo") - 1
-        with path.open("a") as file:
-            for line in lines:
-                if line["phase"] == "eval" and line["step"] >= start:
-                    found = {"run": loss, "seed": seed, "step": line["step"] - start, "accuracy": line["eval_accuracy"]}
-                    file.write(json.dumps(found) + "\n")
-
-
-def draw_losses(path: Path = FOLDER / "losses.jsonl") -> None:
-    """Draw the accuracy of the demonstration with each loss, once it was run."""
-    lines = read_lines(path)
-    figure = Figure(figsize=(5, 2.8), layout="constrained")
-    axes = figure.subplots()
-    for loss in sorted({line["run"] for line in lines}):
-        plot_seeds(axes, [line for line in lines if line["run"] == loss], "accuracy", loss)
-    axes.set(xlabel="step", ylabel="held-out accuracy", ylim=(0, 1))
-    axes.legend(frameon=False, fontsize=7)
-    save(figure, "losses")
-
-
 def plot_seeds(axes, lines: list[dict], value: str, label: str, **style) -> None:
     """Plot the mean of a value over the seeds, and its range."""
     steps = sorted({line["step"] for line in lines})
@@ -306,17 +274,13 @@ def main() -> None:
     """Draw all figures, after the runs of --ladder that there are not yet."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ladder", type=int, default=0, help="number of seeds to run the programs of examples/ladder with")
-    parser.add_argument("--losses", type=int, default=0, help="number of seeds to run the demonstration with, for each loss")
-    args = parser.parse_args()
-    run_ladder(FOLDER / "ladder.jsonl", args.ladder)
-    run_losses(FOLDER / "losses.jsonl", args.losses)
+    run_ladder(FOLDER / "ladder.jsonl", parser.parse_args().ladder)
     draw_flow(*random_groups(length=12))                  # the shapes of docs/walkthrough.md
     draw_groups()
     draw_pack(random_groups(length=6)[2])
     draw_clip()
     draw_kl()
     draw_ladder()
-    draw_losses()
 
 
 if __name__ == "__main__":
