@@ -109,6 +109,7 @@ def test_the_reward_functions_give_what_they_say_and_pass_the_linter(model, toke
 
 
 @pytest.mark.slow
-def test_the_settings_of_the_adventure_train(shortened, tmp_path):
-    train.main(["examples/adventure.json"])
+@pytest.mark.parametrize("name", ["adventure", "gsm8k_real"])
+def test_these_settings_train(shortened, tmp_path, name):
+    train.main([f"examples/{name}.json"])
     assert (tmp_path / "run1/final").exists()
