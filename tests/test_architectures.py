@@ -60,7 +60,7 @@ def test_two_steps_with_default_flags(name, lora_rank, precision, tokenizer, tmp
     changed = [key for key in before if not torch.equal(before[key], after[key])]
     assert len(changed) > 4 and before.keys() == after.keys() and all(after[key].isfinite().all() for key in changed)
     assert all("lora_" in key for key in changed) == bool(lora_rank) and not any(map(is_of_tower, changed))
-    if not lora_rank:
+    if name in WITH_TOWERS and not lora_rank:
         assert load_file(base / "model.safetensors").keys() == load_file(tmp_path / "run/final/model.safetensors").keys()
         classes = [json.loads((folder / "config.json").read_text())["architectures"] for folder in (base, tmp_path / "run/final")]
         assert classes[0] == classes[1]
