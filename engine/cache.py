@@ -93,13 +93,13 @@ class PrefixCache:
         numbers, members = split_siblings(row_ids, prompt_of, at_most=max(1, width // capacity))
         padding = bucket(len(numbers), device) - len(numbers)
         siblings = bucket(max(map(len, members)), device)
-        old_prompts = [self.prompts.index(number) for number in numbers] + [0] * padding
+        sources = [self.prompts.index(number) for number in numbers] + [0] * padding
         old_index = {row: i for i, row in enumerate(self.row_ids)}
-        self.prompts, self.lengths = numbers + [-1] * padding, [self.lengths[i] for i in old_prompts]
+        self.prompts, self.lengths = numbers + [-1] * padding, [self.lengths[i] for i in sources]
         self.row_ids = [
             row for each in members + [[]] * padding for row in each + [dummy_row] * (siblings - len(each))]
         old_rows = torch.tensor([old_index.get(row, 0) for row in self.row_ids]).to(device)
-        old_prompts = torch.tensor(old_prompts).to(device)
+        old_prompts = torch.tensor(sources).to(device)
         for pair in self.layers:
             for i, x in enumerate(pair):
                 prompt = pad_columns(x[:, : self.width].index_select(0, old_prompts), width - self.width)

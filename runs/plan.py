@@ -48,7 +48,7 @@ class Data:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is known of a run before its model is loaded."""
+    """The settings, data and functions of a run, complete before its model is loaded."""
 
     config: Config                                        # max_tokens_per_forward may still be 0, not chosen
     device: torch.device

@@ -34,7 +34,8 @@ def short_completions(most_tokens: int) -> GRPOConfig:
 
 def build_policy(
     network: Network, tokenizer, prompts: list, grpo_config: GRPOConfig, *, max_tokens: int = 2048,
-    longest_prompt: int = 0, make_policy: Callable | None = None, teacher=None, notify: Callable = print,
+    longest_prompt: int = 0, make_policy: Callable | None = None, teacher: torch.nn.Module | None = None,
+    notify: Callable = print,
 ) -> tuple[Policy, Rollout]:
     """Return the policy for --engine, checked, and the completions that it has sampled for this.
 
@@ -42,6 +43,7 @@ def build_policy(
     longest_prompt  the run's longest prompt, in tokens; 0: not known, so share prompts of any length
     make_policy     in place of --engine, the engine of train(engine=...)
     teacher         None, or another model that is forwarded like the policy
+    notify          prints a note if prompts should be shared but cannot be
     raises          ValueError if sampling or forward passes would be wrong
     """
     plain = DevicePolicy(network, tokenizer, max_tokens=max_tokens)
