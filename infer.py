@@ -35,7 +35,7 @@ from rewards import extract_answer, is_missing, text_of
 from runs.command_line import parse_infer, section_of
 from runs.folder import replace_text, without_nan
 from runs.groups import Scoring
-from runs.startup_check import build_policy
+from runs.engine_choice import build_policy
 from sources import load_examples
 from sources.readers import refuse_split
 from sources.token_check import encode_prompts, refuse_wrong_ids
@@ -101,7 +101,7 @@ def sample_answers(
     offer_tools(tokenizer, environment, to_stderr)
     shares = args.evaluate or device.type == "xla"        # else the seconds of its check are not worth it
     policy, _ = build_policy(
-        Network(move(model, device), args.precision), tokenizer, ["1+1=?"],
+        Network(move(model, device)), tokenizer, ["1+1=?"],
         config if shares else replace(config, engine="plain"), notify=lambda note: None)
     prompts = encode_prompts(problems, tokenizer, args.evaluate or "--question")
     refuse_wrong_ids(policy.model, tokenizer, prompts)

@@ -35,7 +35,7 @@ FORMS = {                       # how models mark answers: what is printed, and 
 def check(run) -> None:
     """Print what a user has to know about a Run before it begins; the last line names a flag to change."""
     notify, names = run.console.print, run.config.grpo.reward_functions
-    has_rewards = run.reward_functions and names != ["none"]
+    has_rewards = run.plan.reward_functions and names != ["none"]
     groups, limit = sample_and_describe(run) if has_rewards else (None, 0)
     print_rewards(run, groups)
     notify("the model and the sampler agree: the start-up check has passed")
@@ -43,7 +43,7 @@ def check(run) -> None:
         metrics, counts = summarize_sampling(groups), counts_of_right(groups, run.config)
         listed = ", ".join(f"{name} {count}" for name, count in counts.items()) or "not known"
         notify(f"right, of {len(groups.rollout.completions)}: {listed}")
-        if run.phases[0].name != "grpo":
+        if run.plan.phases[0].name != "grpo":
             notify("a cold start comes first, so completions will change")
         elif limit < run.config.grpo.generation_max_length and metrics["truncated"] > 0.3:
             cut = f"{metrics['truncated']:.0%} had not ended after {limit} tokens"
@@ -62,7 +62,7 @@ def sample_and_describe(run) -> tuple[Groups, int]:
     device, limit = policy.model.device, config.grpo.generation_max_length
 
     def sample(num_prompts: int, num_completions: int, limit: int) -> tuple[Groups, float]:
-        started, examples = time.perf_counter(), run.train_set[:num_prompts]
+        started, examples = time.perf_counter(), run.plan.data.train_set[:num_prompts]
         grpo_config = replace(config.grpo, generation_max_length=limit, generation_batch_size=0)
         (groups,) = sample_and_score_problems(
             policy, examples, grpo_config, run.scoring, seed=0, num_completions=num_completions)
@@ -130,8 +130,8 @@ def time_of_run(run, sampling_seconds: float, seconds_per_row: float) -> str:
 
     sampling_seconds  of a rollout;  seconds_per_row  of an update, for each completion
     """
-    config, steps = run.config, run.phases[-1].steps
-    every, problems, size = config.training.eval_steps, len(run.eval_set), config.rollout_size
+    config, steps = run.config, run.plan.phases[-1].steps
+    every, problems, size = config.training.eval_steps, len(run.plan.data.eval_set), config.rollout_size
     evaluations = 2 + (steps // every if every else 0) if problems else 0
     batches = math.ceil(problems * config.training.eval_samples / size)          # of an evaluation
     of_step = sampling_seconds + seconds_per_row * size * config.grpo.ppo_epochs

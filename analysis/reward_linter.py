@@ -115,10 +115,10 @@ def doubtful_answers(examples: list[dict]) -> list[str]:
 
 def print_rewards(run, sampled: Groups | None = None) -> None:
     """Print the table of a run, unless it has conversations or trains on a teacher without rewards."""
-    names = run.config.grpo.reward_functions
-    if run.reward_functions and not run.environment and names != ["none"]:
-        examples = list(islice(run.train_set, EXAMPLES))
+    plan, grpo_config, policy = run.plan, run.config.grpo, run.policy
+    if plan.reward_functions and not plan.environment and grpo_config.reward_functions != ["none"]:
+        examples = list(islice(plan.data.train_set, EXAMPLES))
         table, flags = lint(
-            run.reward_functions, run.config.grpo, examples, run.policy.model, run.policy.tokenizer, sampled)
-        flags += doubtful_answers(run.train_set)
+            plan.reward_functions, grpo_config, examples, policy.model, policy.tokenizer, sampled)
+        flags += doubtful_answers(plan.data.train_set)
         run.console.print("\n".join([*table, *(f"- {flag}" for flag in flags)]))

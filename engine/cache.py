@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from engine.graphs import bucket
 from engine.packing import make_layout, padded_indices, ranges_of
 from engine.prefix_attention import additive_mask, attend_folded, attends_to, forward_packed
+from engine.xla import bucket
 
 COLUMNS_AT_ONCE = 32  # on a CPU a step attends to a multiple of this many tokens, elsewhere to all C
 

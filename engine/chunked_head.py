@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from engine.graphs import bucket, cut_graph
+from engine.xla import bucket, cut_graph
 from logprobs import lm_head, tokens_in_chunk
 
 

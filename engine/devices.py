@@ -12,13 +12,13 @@ import pickle
 import sys
 from collections.abc import Callable
 from datetime import timedelta
-from functools import cache
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from engine.errors import RunError, in_one_line
+from engine.xla import xla_device
 
 chosen_device = "auto"  # --device, once it is known
 
@@ -129,34 +129,34 @@ def picklable(error: Exception) -> Exception:
 class Ranks:
     """The division of a run's work among its processes, from the view of one of them.
 
-    All processes call every method in the same order. Those of one tensor-parallel group do the same work.
+    All processes call every method in the same order. Work is divided into slices; the processes of one
+    tensor-parallel group have the same slice, and do the same work.
 
-    slice_size  the number of processes in such a group: --mesh tp=N
+    per_slice  the number of processes in such a group: --mesh tp=N
     """
 
-    def __init__(self, slice_size: int = 1):
-        self.slice_size = slice_size
+    def __init__(self, per_slice: int = 1):
+        self.per_slice = per_slice
 
     @property
-    def size(self) -> int:
-        """Return the number of slices that the work is divided into."""
-        return num_processes() // self.slice_size
+    def num_slices(self) -> int:
+        return num_processes() // self.per_slice
 
     @property
-    def rank(self) -> int:
-        """Return the number of this rank's slice, from 0."""
-        return process_rank() // self.slice_size
+    def own_slice(self) -> int:
+        """Return the number of this process's slice, from 0."""
+        return process_rank() // self.per_slice
 
     def slice(self, items: list) -> list:
-        """Return the slice of this rank. Slices cover all items; their sizes differ by at most one."""
+        """Return this process's slice of a list. Slices cover it; their sizes differ by at most one."""
         n = len(items)
-        return items[n * self.rank // self.size : n * (self.rank + 1) // self.size]
+        return items[n * self.own_slice // self.num_slices : n * (self.own_slice + 1) // self.num_slices]
 
     def gather(self, work: Callable, *columns: list) -> list:
-        """Call work with this rank's slice of each column, and return the results of all ranks in order.
+        """Call work with this process's slice of each column, and return the results of all slices in order.
 
-        Ranks without items have no result. The first rank's exception is raised on every rank, also that of
-        a result that cannot be pickled.
+        Empty slices have no result. The first rank's exception is raised on every rank, also that of a result
+        that cannot be pickled.
         """
         failure = result = None
         mine = [self.slice(column) for column in columns]
@@ -172,13 +172,7 @@ class Ranks:
         first = next((rank for rank, (error, *_) in enumerate(outcomes) if error), None)
         if first is not None:
             raise failure if first == process_rank() else outcomes[first][0]
-        return [result for _, had_work, result in outcomes[:: self.slice_size] if had_work]
-
-    def together(self, work: Callable):
-        """Return work(), called on each rank. The first rank's exception is raised on every rank."""
-        results = []
-        self.gather(lambda: results.append(work()))
-        return results[0]
+        return [result for _, had_work, result in outcomes[:: self.per_slice] if had_work]
 
     def sum(self, count):
         """Sum a number, or a tensor on the CPU, over all slices: that of the first process of each slice."""
@@ -190,32 +184,18 @@ class Ranks:
 
     def sum_in_place(self, tensor: Tensor) -> None:
         """Sum a tensor over all slices, in place; the processes of one slice count once."""
-        if process_rank() % self.slice_size:
+        if process_rank() % self.per_slice:
             tensor.zero_()
         dist.all_reduce(tensor)
 
 
-# ---- XLA ---------------------------------------------------------------------------------------------------
+def on_all_ranks(work: Callable):
+    """Return work(), called on each rank. The first rank's exception is raised on every rank."""
+    results = []
+    Ranks().gather(lambda: results.append(work()))
+    return results[0]
 
 
-@cache
-def xla_device() -> torch.device:
-    """Return the XLA device; several share one name, with the weights divided among them (shard_weights)."""
-    chosen = f"PJRT_DEVICE={os.environ['PJRT_DEVICE']}"
-    try:
-        import torch_xla
-        from torch_xla import backends, runtime
-
-        if chosen == "PJRT_DEVICE=TPU" and not torch_xla.tpu.num_available_chips():
-            raise ValueError(f"{chosen}: this machine has no TPU; PJRT_DEVICE=CPU runs XLA without one")
-        backends.set_mat_mul_precision("highest")         # a TPU's default multiplies float32 as bfloat16
-        num_devices = runtime.global_runtime_device_count()
-    except (ImportError, OSError, RuntimeError) as error:          # OSError: libtpu is not installed
-        reason = str(error).partition("\n")[0]
-        raise ValueError(
-            f"{chosen}: {reason}; see requirements-tpu.txt, or start train.py without PJRT_DEVICE") from error
-    if num_devices > 1:
-        runtime.use_spmd()
-    device = torch_xla.device()
-    torch.zeros(1, device=device)  # registers the device before the first backward pass
-    return device
+def on_main(work: Callable):
+    """Call work on the first rank, and return its result on all ranks. Its exception is raised on all."""
+    return Ranks().gather(lambda: work() if is_main() else None)[0]

@@ -20,8 +20,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from engine.sharding import reshard, set_tensor, shard, shard_weights
+from engine.sharding import reshard, set_tensor, shard
 from engine.text_model import auto_class, has_adapter, layers_of, text_model, trainable_parameters
+from engine.xla import shard_weights
 
 
 @dataclass
@@ -29,16 +30,20 @@ class Network:
     """A model, and how it computes. Within in_use, run(function) is one forward pass of it.
 
     module     a model of transformers
-    precision  of its layers, as set by set_precision
     mesh       how its weights are sharded over several processes, see sharding.shard
     adapter    None, or the adapter of a reference, which has the module in common with the policy: values for
                its trained parameters
     """
 
     module: PreTrainedModel
-    precision: str = "float32"
     mesh: dict[str, int] = field(default_factory=dict)
     adapter: list[Tensor] | None = None
+
+    @property
+    def precision(self) -> str:
+        """Return the precision of the layers, which set_precision has chosen."""
+        forward = self.module.base_model.forward
+        return forward.precision if isinstance(forward, Autocast) else "float32"
 
     @property
     def is_exact(self) -> bool:
@@ -89,10 +94,10 @@ class Network:
         """
         if has_adapter(self.module):
             adapter = [parameter.detach().clone() for parameter in trainable_parameters(self.module)]
-            return Network(self.module, self.precision, self.mesh, adapter)
+            return Network(self.module, self.mesh, adapter)
         if not self.is_sharded:
             module = copy.deepcopy(self.module).eval().requires_grad_(False)
-            return Network(module if exact else round_frozen_weights(module, self.precision), self.precision)
+            return Network(module if exact else round_frozen_weights(module, self.precision))
         with torch.device("meta"):
             module = auto_class(self.module.config).from_config(self.module.config, dtype=torch.float32)
         for name, parameter in self.module.named_parameters():
@@ -103,7 +108,7 @@ class Network:
         set_precision(module.eval(), self.precision)
         module.requires_grad_(False)
         shard(module if exact else round_frozen_weights(module, self.precision), self.mesh)
-        return Network(module, self.precision, self.mesh)
+        return Network(module, self.mesh)
 
 
 def network_of(model: "PreTrainedModel | Network") -> Network:
@@ -149,14 +154,24 @@ def recompute_activations(model: PreTrainedModel) -> None:
         layer.forward = partial(recomputed, layer.forward)
 
 
-def set_precision(model: PreTrainedModel, precision: str) -> Network:
-    """Make the layers of a model compute in bfloat16 or float16, and return its network."""
+def set_precision(model: PreTrainedModel, precision: str) -> None:
+    """Make the layers of a model compute in bfloat16 or float16. auto, float32: leave them as they are."""
     if precision not in ("auto", "float32"):              # auto: see resolve_precision
-        forward = model.base_model.forward
-        model.base_model.forward = partial(under_autocast, getattr(torch, precision), forward)
+        model.base_model.forward = Autocast(precision, model.base_model.forward)
         round_frozen_weights(model, precision)
-        return Network(model, precision)
-    return Network(model)
+
+
+@dataclass
+class Autocast:
+    """A model's forward method under autocast, on the device that the model has when it is called."""
+
+    precision: str
+    forward: Callable
+
+    def __call__(self, *args, **kwargs):
+        dtype = getattr(torch, self.precision)
+        with torch.autocast(self.forward.__self__.device.type, dtype=dtype):
+            return self.forward(*args, **kwargs)
 
 
 def round_frozen_weights(model: PreTrainedModel, precision: str) -> PreTrainedModel:
@@ -176,9 +191,3 @@ def round_frozen_weights(model: PreTrainedModel, precision: str) -> PreTrainedMo
             if is_factor and not weight.requires_grad:
                 setattr(module, name, torch.nn.Parameter(weight.to(dtype), requires_grad=False))
     return model
-
-
-def under_autocast(dtype: torch.dtype, forward, *args, **kwargs):
-    """Call a method of a model under autocast, on the model's current device."""
-    with torch.autocast(forward.__self__.device.type, dtype=dtype):
-        return forward(*args, **kwargs)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from engine.graphs import bucket, copy_together
 from engine.prefix_attention import Block, TokenLayout
+from engine.xla import bucket
 from logprobs import completion_lengths
 
 CPU = torch.device("cpu")
@@ -104,6 +104,14 @@ def padded_indices(
     offset = offset - (len(offset) - lengths if left else 0)
     valid = (offset >= 0) & (offset < lengths)
     return starts + torch.minimum(offset.clamp(min=0), (lengths - 1).clamp(min=0)), valid
+
+
+def copy_together(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
+    """Copy tensors of one type to a device in a single copy, since the host waits for each copy to a GPU."""
+    if device.type == "cpu":
+        return tensors
+    parts = torch.cat([x.flatten() for x in tensors]).to(device).split([x.numel() for x in tensors])
+    return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
 
 
 def micro_batches_of_groups(rollout, rows: Tensor, max_tokens: int, min_batches: int = 1) -> list[Tensor]:

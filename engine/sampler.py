@@ -17,7 +17,8 @@ from torch.nn.functional import pad
 
 from data import encode_prompt
 from engine.cache import PrefixCache
-from engine.graphs import bucket, cut_graph, recorded
+from engine.errors import is_out_of_memory
+from engine.xla import bucket, cut_graph
 from logprobs import compute_logits, distribution_of, restrict_logits
 from sample import Rollout, make_rollout, sampling_mode, stop_token_ids, uniform_streams
 
@@ -103,6 +104,26 @@ def decode(active: list[int], state: "SamplingState", cache, group_size: int, wa
         active = state.active_rows(active)
         if longest > capacity or len(active) <= enough:
             return active
+
+
+def recorded(function: Callable[[], None], device: torch.device) -> Callable[[], None]:
+    """Return a CUDA graph of all kernels that a function launches; the function itself if that is impossible.
+
+    Launching a token's thousands of kernels from Python takes longer than running them. The function must
+    have run once, read and write the same tensors each time, and not wait for the device, as experts that are
+    called one by one do.
+    """
+    if device.type != "cuda":
+        return function
+    try:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            function()
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
+        return function
+    return graph.replay
 
 
 class SamplingState:

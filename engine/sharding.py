@@ -1,5 +1,5 @@
 """
-Shard weights over processes or XLA devices: loading, FSDP2, tensor parallelism, gathering, clipping.
+Shard weights over processes: loading, FSDP2, tensor parallelism, gathering, clipping.
 
 Not supported: pipeline parallelism.
 """
@@ -186,23 +186,3 @@ def sum_and_clip_gradient(parameters: list, max_norm: float, ranks: Ranks) -> fl
     for group in by_mesh.values():
         torch.nn.utils.clip_grads_with_norm_(group, max_norm, torch.tensor(norm))
     return norm
-
-
-def shard_weights(model: torch.nn.Module) -> None:
-    """Shard every matrix of a model over all XLA devices along its longest dimension, if there are several.
-
-    Other parameters are replicated. The compiler divides the matrix products among the devices.
-    """
-    if next(model.parameters()).device.type != "xla":
-        return
-    from torch_xla import runtime
-    from torch_xla.distributed import spmd
-
-    if not runtime.is_spmd():
-        return
-    mesh = spmd.get_1d_mesh("fsdp")
-    for weight in model.parameters():
-        if weight.ndim > 1:
-            longest = max(range(weight.ndim), key=lambda dim: weight.shape[dim])
-            spec = tuple("fsdp" if dim == longest else None for dim in range(weight.ndim))
-            spmd.mark_sharding(weight, mesh, spec)

@@ -16,7 +16,7 @@ import importlib.util
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
@@ -27,7 +27,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from engine.adapters import adapted_weights
 from data import encode_prompt
-from engine.devices import num_processes
+from engine.devices import num_processes, on_all_ranks
 from engine.device_policy import DevicePolicy
 from engine.sampler import SamplingState
 from engine.sharding import gathered, reshard
@@ -79,10 +79,6 @@ class VLLM:
                 enable_sleep_mode=self.sleeps, enforce_eager=not self.sleeps, language_model_only=True,
                 distributed_executor_backend="external_launcher" if num_processes() > 1 else None)
 
-    def on_all_ranks(self, function: Callable, *args, **kwargs):
-        """Call a function of the engine on each rank; raise the first rank's error on all ranks."""
-        return self.policy.ranks.gather(partial(function, *args, **kwargs))[0]
-
     @contextmanager
     def sampling(self):
         """Send the policy's weights to vLLM, which can sample within the context. Call on all ranks.
@@ -93,21 +89,21 @@ class VLLM:
         reshard(model)
         try:
             if self.sleeps:
-                self.on_all_ranks(self.llm.wake_up, tags=["weights"])
-            heads = self.on_all_ranks(self.llm.apply_model, lambda engine: hasattr(engine, "lm_head"))
+                on_all_ranks(partial(self.llm.wake_up, tags=["weights"]))
+            heads = on_all_ranks(lambda: self.llm.apply_model(lambda engine: hasattr(engine, "lm_head")))
             weights = checkpoint_weights(model, with_tied_head=all(heads))
-            self.on_all_ranks(
-                self.llm.collective_rpc, "reload_weights", kwargs={"weights_iterator": weights})
+            on_all_ranks(lambda: self.llm.collective_rpc(
+                "reload_weights", kwargs={"weights_iterator": weights}))
             if self.sleeps:
-                self.on_all_ranks(self.llm.wake_up, tags=["kv_cache"])
-            self.on_all_ranks(self.llm.reset_prefix_cache)
+                on_all_ranks(partial(self.llm.wake_up, tags=["kv_cache"]))
+            on_all_ranks(self.llm.reset_prefix_cache)
             yield
         finally:
             engine = self.llm.llm_engine                  # requests are left after an error in generate
             requests = [*engine.output_processor.request_states]
-            self.on_all_ranks(engine.abort_request, requests, internal=True)
+            on_all_ranks(partial(engine.abort_request, requests, internal=True))
             if self.sleeps:
-                self.on_all_ranks(self.llm.sleep, level=2)       # the next weights replace these
+                on_all_ranks(partial(self.llm.sleep, level=2))       # the next weights replace these
 
     def sample(self, prompts: list, config, seeds, *, num_completions: int, reply=None) -> Rollout:
         """As Policy.sample. All completions sample one turn, then the next."""

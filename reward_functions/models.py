@@ -18,7 +18,7 @@ import torch
 
 from data import as_messages, as_text
 from engine.devices import best_device
-from engine.graphs import eager_device
+from engine.xla import eager_device
 from rewards import text_of
 
 TOP = 10                        # best rating

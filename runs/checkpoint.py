@@ -5,7 +5,7 @@ resumed run is bit-identical to an uninterrupted one, otherwise equal up to roun
 A checkpoint is a folder that infer.py can load as a model. It also contains the reference, as another such
 folder, and state.pt, which Run.save_checkpoint writes:
 
-    settings, fingerprints      compared with those of a resumed run by compare_settings in runs/plan.py
+    settings, fingerprints      compared with those of a resumed run by compare_settings in runs/resume.py
     own_functions               names of functions that were passed to train(): Run.restore
     progress, scaler, versions  Run.restore
     reference_adapter           a reference that is only an adapter: load_reference in engine/reference.py
@@ -27,7 +27,7 @@ from pickle import UnpicklingError
 import torch
 import transformers
 
-from engine.devices import Ranks, is_main, num_processes
+from engine.devices import num_processes, on_main
 from engine.errors import RunError, first_line
 from engine.models import full_state_dict, save_any_policy
 from engine.sharding import full_tensor, sharded_like
@@ -67,11 +67,6 @@ def write_policy(model, tokenizer, folder: Path) -> None:
     weights = full_state_dict(model)
     on_main(lambda: write_folder(
         folder, lambda partial: save_any_policy(model, tokenizer, partial, weights)))
-
-
-def on_main(work: Callable[[], None]) -> None:
-    """Call work on the first rank. Its exception is raised on all ranks."""
-    Ranks().together(lambda: work() if is_main() else None)
 
 
 def write_folder(target: Path, write: Callable[[Path], None]) -> None:

@@ -56,25 +56,26 @@ class RunConsole:
         with suppress(SystemExit):                        # rich raises it in `train.py | head`
             self.rich.print(text, markup=False, emoji=False)
 
-    def describe(self, config: Config, model, device, num_train: int, num_eval: int, phases: list) -> None:
-        """Print the settings, the model, the data and the rewards, and the length of each phase."""
-        training = config.training
+    def describe(self, plan, model) -> None:
+        """Print the settings, the model, the data, the rewards and the phases of a Plan."""
+        config, training = plan.config, plan.config.training
         if training.use_grpo:
             shown = config.flags | {"learning_rate": config.peak_learning_rate}
             settings = ", ".join(f"{name} {shown[name]}" for name in MAIN_SETTINGS)
             self.print(f"profile {training.profile or 'none'}: {settings}")
         size, trained = model.num_parameters() / 1e6, model.num_parameters(only_trainable=True) / 1e6
         name, count = config.model.model_path or "built-in tiny Gemma 3", num_processes()
-        where = f"on {device}" if count == 1 else f"over {count} processes on {device.type}"
+        where = f"on {plan.device}" if count == 1 else f"over {count} processes on {plan.device.type}"
         numbers = f"{size:.1f}M parameters, {trained:.2f}M of them trained"
         self.print(f"model {name}: {numbers}, {config.model.precision}, {where}")
+        num_train, num_eval = len(plan.data.train_set), len(plan.data.eval_set)
         self.print(f"data {config.data.dataset}: {num_train} examples to train on, {num_eval} held out")
         if training.use_grpo:
             weighted = zip(config.grpo.reward_functions, config.grpo.weights, strict=True)
             self.print("rewards " + ", ".join(f"{name} x {weight:g}" for name, weight in weighted))
         if config.data.instruction:
             self.print(f"instruction, before every prompt: {config.data.instruction!r}")
-        for phase in phases:
+        for phase in plan.phases:
             rows = config.rollout_size if phase.name == "grpo" else training.batch_size
             amount = f"{training.batch_size} prompts, {rows} completions"
             self.print(f"phase {phase.name}: {phase.steps} steps of {amount}")

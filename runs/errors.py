@@ -7,7 +7,7 @@ import threading
 import traceback
 from contextlib import contextmanager, suppress
 
-from engine.devices import Ranks, other_rank_ended, print_last_line, shutdown
+from engine.devices import all_gather_object, other_rank_ended, print_last_line, shutdown
 from engine.errors import RunError, first_line, is_out_of_memory
 from policy import RatioError
 from sample import LogitsError
@@ -41,7 +41,7 @@ def stop_on_signal():
     handled = [number for number in signals if signal.getsignal(number) != signal.SIG_IGN]
     previous = {number: signal.signal(number, receive) for number in handled}
     try:
-        yield lambda: Ranks().sum(len(received)) > 0      # also of ranks whose slice has another one
+        yield lambda: any(all_gather_object(bool(received)))
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

@@ -23,13 +23,14 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from functools import partial
 from itertools import chain, count, groupby
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
 from config import Config
-from engine.devices import Ranks, all_gather_object, is_main
+from engine.devices import all_gather_object, is_main, on_main
 from engine.errors import RunError
 from logprobs import completion_lengths
 from runs.console import RunConsole
@@ -44,8 +45,8 @@ class RunFolder:
     the others when the loop begins (open), or before the built-in model is written as the base of an adapter.
     """
 
-    def __init__(self, config: Config, ranks: Ranks | None = None):
-        training, self.ranks = config.training, ranks or Ranks()
+    def __init__(self, config: Config):
+        training = config.training
         default = time.strftime("outputs/%Y-%m-%d_%H-%M-%S")
         self.path = Path(all_gather_object(training.output_dir or default)[0])   # the same on all ranks
         whole = Path(os.path.abspath(self.path))
@@ -74,11 +75,11 @@ class RunFolder:
 
         raises  RunError, on all ranks, if another process writes to it, or if another run has begun in it
         """
-        self.path = self.ranks.gather(self.acquire_lock)[0]
+        self.path = on_main(self.acquire_lock)
 
     def acquire_lock(self) -> Path:
-        """Create and lock the folder in the process that writes. Return its path, which may have changed."""
-        if not self.writes or (self.lock and self.lock.is_locked):
+        """Create and lock the folder, on one rank. Return its path, which may have changed."""
+        if self.lock and self.lock.is_locked:
             return self.path
         if not (self.has_name or self.begun):
             self.path = create_numbered(self.path)
@@ -102,7 +103,7 @@ class RunFolder:
         last_step, sizes  the step and the file_sizes of the checkpoint; 0 and {} without one
         """
         self.take()
-        self.ranks.together(lambda: self.begin_records(config, last_step, sizes) if self.writes else None)
+        on_main(partial(self.begin_records, config, last_step, sizes))
 
     def begin_records(self, config: Config, last_step: int, sizes: dict[str, int]) -> None:
         """Write config.json, cut the records to their sizes, and open the tracker: on one rank."""

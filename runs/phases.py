@@ -1,4 +1,6 @@
-"""Phases of a run: their lengths, and the optimiser, schedule and reference with which each begins."""
+"""
+The progress of a run through its phases; the optimiser, schedule and reference with which a phase begins.
+"""
 
 import math
 from collections.abc import Callable
@@ -18,6 +20,49 @@ from policy import Policy
 
 
 @dataclass
+class Progress:
+    """Progress of a run, in plain numbers. A checkpoint saves all of it."""
+
+    phase: int = 0                                        # index of the current phase
+    phase_step: int = 0                                   # optimiser steps taken in this phase
+    step: int = 0                                         # optimiser steps taken in all
+    evaluated_at: int = -1                                # step of the last evaluation
+    accuracy: float = math.nan                            # in that evaluation
+    best_step: int = -1                                   # step of the best evaluation; -1: there is none
+    best_score: float = -math.inf                         # in that evaluation: see held_out_score
+    skipped: int = 0                                      # steps without a finite loss or gradient
+    skipped_in_a_row: int = 0                             # the latest of these in a row
+    reward_sum: float = 0.0                               # over all completions of the run
+    reward_count: int = 0                                 # number of these completions
+
+    def count(self, update: dict) -> None:
+        """Count an update. skipped_in_a_row excludes overflows that a smaller loss scale may avoid."""
+        self.step, self.phase_step = self.step + 1, self.phase_step + 1
+        self.skipped += update["skipped"]
+        if not update["skipped"]:
+            self.skipped_in_a_row = 0
+        elif update.get("loss_scale", 1) <= 1 or not math.isfinite(update["total_loss"]):
+            self.skipped_in_a_row += 1
+
+    def add_rewards(self, rewards: torch.Tensor) -> None:
+        """Add rewards (P, G) to the running mean. NaN is excluded."""
+        scored = rewards[~rewards.isnan()]
+        self.reward_sum += float(scored.sum())
+        self.reward_count += len(scored)
+
+    @property
+    def mean_of_rewards(self) -> float:
+        return self.reward_sum / max(1, self.reward_count)
+
+    def add_evaluation(self, accuracy: float, score: float) -> bool:
+        """Count an evaluation after this step. Return True if its score is the best so far."""
+        self.evaluated_at, self.accuracy = self.step, accuracy
+        if score > self.best_score:                       # of equal ones the first; False for NaN
+            self.best_step, self.best_score = self.step, score
+        return self.best_step == self.step
+
+
+@dataclass
 class Phase:
     """A part of the training with one kind of step, its own optimiser and learning-rate schedule."""
 
@@ -27,7 +72,7 @@ class Phase:
     eval_steps: int             # steps between evaluations; 0: only at the end
     end_accuracy: float = math.inf                        # held-out accuracy that ends the phase
 
-    def is_over(self, progress) -> bool:
+    def is_over(self, progress: Progress) -> bool:
         """Return True after the last step, or if an evaluation after a step has reached end_accuracy."""
         evaluated = progress.evaluated_at == progress.step and progress.phase_step > 0
         return progress.phase_step >= self.steps or (evaluated and progress.accuracy >= self.end_accuracy)

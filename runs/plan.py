@@ -10,7 +10,6 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +17,63 @@ import torch
 
 from config import Config, ModelConfig, reject, validate_functions
 from data import DAY
-from engine.devices import Ranks, all_gather_object, best_device, num_processes
+from engine.devices import all_gather_object, best_device, num_processes
 from engine.errors import RunError
 from engine.fingerprints import fingerprint_of_examples, fingerprint_of_functions, fingerprint_of_model
 from engine.host import seed_generators
 from engine.models import load_any_tokenizer, resolve_precision
 from reward_functions.calling import parameters_of
 from reward_functions.loading import as_name, load_reward_functions, require_columns
-from runs.checkpoint import latest_checkpoint, read_state
 from runs.folder import RunFolder
-from sources.readers import SUFFIXES
+from runs.phases import Phase, plan_phases
 from sources.training_data import fit_prompts, load_data, note_unused, validate_demonstrations
+
+
+@dataclass(frozen=True)
+class Objects:
+    """Python objects in place of settings: the arguments of train beside a Config. None: those of config.
+
+    reward_functions, environment  names, functions, a class of environments
+    dataset, eval_dataset          a source or examples for load_examples
+    engine                         a subclass of Policy, or a function of its arguments that returns one
+    optimizer                      a function of named parameters, [(name, parameter), ...], that returns a
+                                   torch.optim.Optimizer, called at the start of every phase. Its own learning
+                                   rates are the peaks of the schedule; None: AdamW
+    reference                      another model with the same tokenizer, such as a teacher, for the KL
+                                   penalty; None: a copy of the policy
+
+    The last three are functions in place of those of train.py, for an idea that changes none of its files:
+
+    advantages                     advantages(run, groups) -> (P, G)
+    columns                        columns(run, experience, batch) -> {name: tensor}, for Batch.extra
+    loss                           loss(grpo_config, new, batch) -> terms, metrics, as grpo_loss
+    """
+
+    reward_functions: str | Callable | Sequence[str | Callable] | None = None
+    environment: str | Callable | None = None
+    dataset: str | Sequence | None = None
+    eval_dataset: str | Sequence | None = None
+    engine: Callable | None = None
+    optimizer: Callable | None = None
+    reference: torch.nn.Module | None = None
+    advantages: Callable | None = None
+    columns: Callable | None = None
+    loss: Callable | None = None
+
+    @property
+    def by_flag(self) -> dict:
+        """Return the objects that replace the value of a flag, by its name."""
+        functions = self.reward_functions
+        single = isinstance(functions, str) or callable(functions)
+        return dict(
+            reward_functions=[functions] if single else functions and list(functions),
+            environment=self.environment, dataset=self.dataset, eval_dataset=self.eval_dataset,
+            reference_path=self.reference)
+
+    @property
+    def functions(self) -> list[str]:
+        """Return the names of the functions that a resumed run needs again."""
+        return [name for name in ("advantages", "columns", "loss", "optimizer") if getattr(self, name)]
 
 
 @dataclass
@@ -51,6 +96,7 @@ class Plan:
     """The settings, data and functions of a run, complete before its model is loaded."""
 
     config: Config                                        # max_tokens_per_forward may still be 0, not chosen
+    objects: Objects
     device: torch.device
     mesh: dict[str, int]                                  # see parse_mesh
     folder: RunFolder
@@ -58,34 +104,51 @@ class Plan:
     environment: Callable | None
     data: Data
     tokenizer: Any
+    phases: list[Phase]
     checkpoint: Path | None                               # to continue from
     model_config: ModelConfig                             # loads the policy, from the checkpoint if any
 
 
-def resolve(config: Config, given: dict) -> Plan:
-    """Return the plan of a run. given: objects in place of settings, by the names of arguments of set_up."""
+def resolve(config: Config, objects: Objects) -> Plan:
+    """Return the plan of a run. Raises ValueError if a setting has to be changed."""
+    refuse_unused(objects, config)
+    given = objects.by_flag
     device = best_device(config.model.device)
     config = config_on_device(name_objects(config, given), device)
     seed_generators(config.training.seed)
     mesh = parse_mesh(config)
-    folder = RunFolder(config, Ranks(mesh["tp"]))
+    folder = RunFolder(config)
     notify = folder.console.print
     config = with_eval_limit(config, device, notify)
     functions, environment = load_functions(config, given)
     data = read_data(config, given["dataset"], given["eval_dataset"], notify)
-    checkpoint = find_checkpoint(config, folder, data.fingerprints) if config.training.resume else None
+    checkpoint = None
+    if config.training.resume:
+        from runs.resume import find_checkpoint           # only for this
+
+        checkpoint = find_checkpoint(config, folder, data.fingerprints)
     model_config = replace(config.model, model_path=str(checkpoint)) if checkpoint else config.model
     tokenizer = prepare_tokenizer(config, model_config, environment, given["reference_path"], notify)
     fit_data(data, tokenizer, config, functions, environment, notify)
     refuse_other_settings(config, data.fingerprints)
     return Plan(
-        config, device, mesh, folder, functions, environment, data, tokenizer, checkpoint, model_config)
+        config, objects, device, mesh, folder, functions, environment, data, tokenizer,
+        plan_phases(config, len(data.train_set)), checkpoint, model_config)
+
+
+def refuse_unused(objects: Objects, config: Config) -> None:
+    """Raise ValueError if a function in place of one of train.py would not be called."""
+    if objects.advantages and config.grpo.use_value_head:
+        raise ValueError("advantages: --use_value_head replaces those of groups; remove one of the two")
+    unused = [name for name in ("advantages", "columns", "loss") if getattr(objects, name)]
+    if unused and not config.training.use_grpo:
+        raise ValueError(f"{unused[0]}: only for GRPO; add --use_grpo")
 
 
 def name_objects(config: Config, given: dict) -> Config:
-    """Return the configuration with the names of the objects that were passed to set_up.
+    """Return the configuration with the names of the objects that were passed to train.
 
-    given   reward_functions, environment, dataset, eval_dataset, reference_path: names, objects or None
+    given   Objects.by_flag
     raises  ValueError if one is not a function, or if a resumed run lacks an object that it began with
     """
     for f in [*(given["reward_functions"] or []), given["environment"] or ""]:
@@ -226,72 +289,6 @@ def refuse_other_settings(config: Config, fingerprints: dict[str, str]) -> None:
                 raise RunError(
                     f"{name} is {first[name]!s:.60} on rank 0 and {value!s:.60} on rank {rank}: start all "
                     "ranks with the same command, files and versions.")
-
-
-def find_checkpoint(config: Config, folder: RunFolder, fingerprints: dict[str, str]) -> Path | None:
-    """Return the checkpoint to resume from, if there is one. Raises ValueError if it does not fit."""
-    checkpoint = folder.ranks.gather(partial(latest_checkpoint, folder.path))[0]
-    if not checkpoint and (folder.path / "final").exists():
-        raise ValueError(
-            f"--resume: {folder.path} is complete and its checkpoints are gone; pass final as --model_path")
-    console = folder.console
-    console.print(f"resuming {folder.path} from {checkpoint or 'its beginning: there is no checkpoint yet'}")
-    if checkpoint:
-        compare_settings(config, checkpoint, console.print, fingerprints)
-    return checkpoint
-
-
-def compare_settings(config: Config, checkpoint: Path, notify: Callable, fingerprints: dict) -> None:
-    """Print the changed settings of a resumed run. Raises ValueError if state or data do not fit."""
-    state, now = read_state(checkpoint, mmap=True), config.flags
-    if "own_functions" not in state:
-        raise ValueError(f"{checkpoint}: of an earlier version; start a new run with it as --model_path")
-    saved = {name: value for section in state["settings"].values() for name, value in section.items()}
-    for settings in saved, now:
-        settings["use_kl_penalty"] = settings["use_kl_penalty"] and settings["kl_penalty_coef"] > 0
-    begun = state["fingerprints"]
-    others = {name: found for name, found in fingerprints.items() if begun[name] != found}
-    changed = [name for name in now if name != "output_dir" and now[name] != saved.get(name, now[name])]
-    is_complete = (checkpoint.parents[1] / "final").exists()
-    for name in settings_that_are_fixed(now, saved, others, is_complete):
-        if name in changed:
-            raise ValueError(
-                f"--{name}={now[name]}: this run began with {saved[name]!r}; start a new run, with a "
-                "checkpoint as --model_path")
-    # These change the examples, in a way that the fingerprints do not depend on.
-    of_prompts = {"instruction", "max_prompt_length", "long_prompts"}
-    of_examples = {*vars(config.data), "seed"} - of_prompts
-    for name, found in others.items():
-        if name not in now:
-            notify(f"  note   {name}: files have changed since this run began")
-        elif not of_examples & {*changed}:
-            raise ValueError(
-                f"--{name}={now[name] or now['dataset']}: its examples have changed since this run began "
-                f"({begun[name]}, now {found}); restore them, or start a new run, with a checkpoint as "
-                "--model_path")
-    if changed:
-        notify("  note   changed: " + ", ".join(f"{name} {saved[name]} -> {now[name]}" for name in changed))
-
-
-def settings_that_are_fixed(now: dict, saved: dict, others: dict, is_complete: bool) -> list[str]:
-    """Return the flags that a resumed run must not change.
-
-    now, saved   flags of the resumed run and of its checkpoint;  others  data with another fingerprint
-    is_complete  True if the run had ended
-    """
-    fixed = [
-        "use_grpo", "model_path", "chat_template", "lora_rank", "lora_alpha", "profile", "cold_start_steps",
-        "use_value_head", "use_kl_penalty",
-    ]
-    has_no_split = Path(now["dataset"]).suffix in SUFFIXES or now["dataset"].startswith("python:")
-    if now["eval_limit"] and not now["eval_dataset"] and has_no_split:
-        fixed += ["seed", "eval_limit"]                   # with the rows, these choose the held-out examples
-        fixed += ["dataset"] if "dataset" in others else []          # if its rows differ, not only its path
-    if is_complete and now["lr_schedule"] != "constant":
-        fixed += ["max_steps", "num_epochs"]              # its schedule has ended
-    if not (now["reference_path"] and saved["reference_path"]):
-        fixed.append("reference_path")                    # a teacher does not replace a copy of the policy
-    return fixed
 
 
 def parse_mesh(config: Config) -> dict[str, int]:

@@ -288,7 +288,7 @@ def start_run(folder, *flags):
     """A run of the built-in model that is ready for a step of its last phase, later than the first one."""
     config = parse_config([*QUICK, "--output_dir", str(folder / "unused"), "--eval_limit", "0", "--max_steps", "10", *flags])
     run = set_up(config)
-    run.progress.phase = len(run.phases) - 1
+    run.progress.phase = len(run.plan.phases) - 1
     run.begin_phase()
     run.progress.phase_step = 1
     return run
@@ -350,7 +350,7 @@ def with_settings(base, architecture="gemma3", **grpo):
     config = replace(base.config, grpo=replace(base.config.grpo, **grpo))
     policy = make_engine("shared", ARCHITECTURES[architecture]().eval(), base.policy.tokenizer, max_tokens=base.policy.max_tokens)
     run = replace(base, config=config, policy=policy, progress=replace(base.progress))
-    run.batches = Batches(base.train_set, 4, 0)
+    run.batches = Batches(base.plan.data.train_set, 4, 0)
     if run.config.grpo.kl_coef:                           # a reference that differs, or its gradient would vanish
         run.reference = policy.frozen_copy()
         with torch.no_grad():

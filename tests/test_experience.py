@@ -65,14 +65,14 @@ def with_points(base, *rounds, **settings):
         seen.append((prompts[::4], completions))
         return torch.tensor(rounds[len(seen) - 1]).double().flatten().tolist()
 
-    return replace(run, reward_functions=[points]), seen
+    return replace(run, plan=replace(run.plan, reward_functions=[points])), seen
 
 
 def test_dynamic_sampling_replaces_tied_groups_by_new_prompts_in_bounded_rounds(base):
     mixed, tied = [1.0, 0.0, 0.0, 0.0], [0.7] * 4
     run, seen = with_points(base, [tied, mixed, tied, tied], [mixed, tied, tied], [tied, tied], dynamic_sampling=2)
     groups, asked = sample_groups(run, next(run.batches)), [prompts for prompts, _ in seen]
-    order = Batches(run.train_set, 9, 0)
+    order = Batches(run.plan.data.train_set, 9, 0)
     assert [*asked[0], *asked[1], *asked[2]] == [example["prompt"] for example in next(order)], "the next prompts, none twice"
     assert run.batches.position == 9 and groups.replaced == 3 + 2
     assert without_signal(run, groups).tolist() == [False, False, True, True], "the last round's stay"
@@ -100,7 +100,7 @@ def test_groups_that_differ_in_length_alone_are_replaced(base, monkeypatch):
 
 def test_a_prompt_that_comes_up_again_in_a_round_is_answered_anew(base):
     run, seen = with_points(base, *[torch.zeros(4, 4).tolist()] * 2, dynamic_sampling=1)
-    run.batches = Batches(run.train_set[:4], 4, 0)                       # the new prompts are the old ones
+    run.batches = Batches(run.plan.data.train_set[:4], 4, 0)                       # the new prompts are the old ones
     sample_groups(run, next(run.batches))
     first, second = (dict(zip(prompts, completions[::4])) for prompts, completions in seen)
     assert set(first) == set(second) and all(first[prompt] != second[prompt] for prompt in first)

@@ -77,7 +77,8 @@ def test_packed_and_plain_rows_agree_in_tf32_and_bfloat16(name, precision):
     """With prompts longer than a block of the kernels, which the tests above do not have."""
     best_device()
     torch.manual_seed(0)
-    model = set_precision(ARCHITECTURES[name]().eval().to(DEVICE), precision).module
+    model = ARCHITECTURES[name]().eval().to(DEVICE)
+    set_precision(model, precision)
     rollout = made_up_rollout([150, 37], [40, 70, 33, 1])
     results = []
     for log_probs in shared_log_probs, completion_log_probs:
@@ -109,7 +110,8 @@ EXPERTS = "gemma4_experts", "qwen3_moe", "gpt_oss", "glm4_moe"                  
 def test_recorded_steps_sample_what_steps_sample(name, precision, tokenizer, monkeypatch):
     best_device()
     torch.manual_seed(0)
-    model = set_precision((ARCHITECTURES | CURRENT_ARCHITECTURES)[name]().eval().to(DEVICE), precision)
+    model = (ARCHITECTURES | CURRENT_ARCHITECTURES)[name]().eval().to(DEVICE)
+    set_precision(model, precision)
     config, engine = GRPOConfig(generation_max_length=40), make_engine("shared", model, tokenizer)
     recorded, steps, results = sampler.recorded, [], []
 

@@ -22,7 +22,7 @@ from engine.errors import RunError
 from engine.models import load_any_policy
 from environments.messages import encode_reply
 from policy import Policy
-from runs import startup_check
+from runs import engine_choice
 from runs.command_line import parse_infer
 from runs.console import held_out_text
 
@@ -62,7 +62,7 @@ def test_the_prompt_of_a_question_has_the_instruction_and_a_conversation_shows_i
 
 
 def test_answers_do_not_wait_for_the_check_of_packing_and_are_marked_if_truncated(folder, capsys, monkeypatch):
-    monkeypatch.setattr(startup_check, "fault_of_sharing", lambda *_: pytest.fail("seconds"))
+    monkeypatch.setattr(engine_choice, "fault_of_sharing", lambda *_: pytest.fail("seconds"))
     flags = ["--question", "1+1=?", "--generation_max_length", "2", "--seed", "1"]        # draws far from 0, that is from a stop token
     infer.main([*flags, "--model_path", folder, "--samples", "3"])
     printed = capsys.readouterr()

@@ -88,7 +88,7 @@ def test_importing_train_loads_what_a_default_run_needs_and_nothing_else():
     loaded = modules().keys() & set(done.stdout.split())
     chosen = {"engine.vllm_engine", "engine.shared", "engine.adapters", "engine.reference", "environments.conversations"}
     assert not {name for name in loaded if name.startswith("analysis.")} | loaded & chosen
-    assert len(loaded) <= 43, sorted(loaded)
+    assert len(loaded) <= 44, sorted(loaded)
 
 
 def test_a_plain_step_visits_few_files_and_train_py_few_members_of_run(tmp_path):

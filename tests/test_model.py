@@ -125,7 +125,8 @@ def test_frozen_weights_that_autocast_leaves_stay_as_they_are(precision, kept):
 
 def test_a_reference_in_half_has_the_log_probabilities_of_the_policy_and_keeps_them(model, tokenizer, settings):
     """Precision and recomputation wrap methods of the model; the copy's must be bound to the copy."""
-    engine = make_engine("shared", set_precision(model, "bfloat16"), tokenizer)
+    set_precision(model, "bfloat16")
+    engine = make_engine("shared", model, tokenizer)
     recompute_activations(model)
     rollout = engine.sample(PROMPTS, settings, 0)
     reference, exact = engine.frozen_copy(), engine.frozen_copy(exact=True)

@@ -129,7 +129,7 @@ def results() -> dict:
         name = f"{make.__name__}, {is_sharded=}"
         found[name] = [gathered.completion_ids, gathered.sampling_logp, gathered.levels]
         for rows in torch.arange(6), torch.tensor([3]):
-            assert len(policy.split(rollout, rows, policy.max_tokens, policy.ranks.size)) % 2 == 1
+            assert len(policy.split(rollout, rows, policy.max_tokens, policy.ranks.num_slices)) % 2 == 1
             logp = policy.log_probs(rollout, rows, reference=reference).computed()
             table = Batch.of_rollout(rollout, torch.ones(6, 1))
             batch = Experience([], table, table.advantages).batch(rows)
@@ -267,7 +267,7 @@ folders.open_tracker = lambda *args: fail(OSError("no space is left"), rank=0)
 config = Config.of(output_dir=f"{sys.argv[1]}-run", report_to="none")
 for work in (
     lambda: folders.RunFolder(config).open(config, 0, {}),
-    lambda: save({"optimizer": lambda: 0}), lambda: save({}), lambda: Ranks().together(lambda: fail(ValueError("a state_dict"))),
+    lambda: save({"optimizer": lambda: 0}), lambda: save({}), lambda: on_all_ranks(lambda: fail(ValueError("a state_dict"))),
     lambda: Ranks().gather(lambda: fail(Own("no good", 3))), lambda: Ranks().gather(lambda: process_rank() and (lambda: 0)),
 ):
     try:

@@ -116,7 +116,7 @@ def test_tied_groups_alone_have_no_gradient_to_scale_in_float16(tmp_path):
         tmp_path, *"--use_grpo --cold_start_steps 0 --precision float16 --generation_max_length 40 --reward_functions".split(),
         length_reward(tmp_path))
     for points, learns in (0.5, False), (None, True), (0.5, False):
-        run.reward_functions[:] = [lambda completions, points=points, **columns: [points or len(c) for c in completions]]
+        run.plan.reward_functions[:] = [lambda completions, points=points, **columns: [points or len(c) for c in completions]]
         before = [p.clone() for p in run.policy.model.parameters()]
         metrics, _ = train.grpo_training_step(run, next(run.batches))
         assert (metrics["grad_norm"] > 0) is learns and run.progress.skipped == 0

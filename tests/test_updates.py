@@ -19,7 +19,7 @@ from engine.network import set_precision
 from experience import Batch, Experience, minibatches
 from grpo import LOSSES, token_weights, weighted_loss
 from policy import RatioError
-from runs.run import Variant
+from runs.plan import Objects
 from train import sample_groups
 
 # Every term there is, so that none can depend on how a step is cut.
@@ -51,7 +51,7 @@ def off_policy(run, seed=0):
 def forward_backward(run, experience, rows=None, loss_fn=None):
     """The losses of an update on some rows, or all of them, as in grpo_training_step."""
     config, rows = run.config.grpo, experience.table.rows if rows is None else rows
-    loss_fn = loss_fn or partial(run.variant.loss or train.grpo_loss, config)
+    loss_fn = loss_fn or partial(run.objects.loss or train.grpo_loss, config)
     batch = train.batch_of_update(run, experience, rows, loss_fn)
     return run.policy.forward_backward(batch, loss_fn, reference=run.reference if config.exact_kl else None)
 
@@ -166,7 +166,7 @@ def test_a_new_term_of_the_loss_and_a_new_metric_need_no_edit_but_of_the_loss(ba
         metrics["probability"] = new.logp.exp()
         return terms, metrics
 
-    run.variant = Variant(loss=loss)
+    run.plan = replace(run.plan, objects=Objects(loss=loss))
     for budget in 10**6, 61, 1:
         with_engine(run, "shared", budget)
         both, losses = gradient(run, experience)
@@ -206,7 +206,7 @@ def test_a_term_or_a_metric_that_does_not_add_up_over_micro_batches_or_has_anoth
             return results
 
         run = with_settings(base)
-        run.variant = Variant(loss=loss)
+        run.plan = replace(run.plan, objects=Objects(loss=loss))
         for run.progress.phase_step in 0, 1:
             with pytest.raises(ValueError, match=message) if message and (of_shape or not run.progress.phase_step) else nullcontext():
                 train.grpo_training_step(run, next(run.batches))
@@ -396,7 +396,8 @@ def test_a_wrong_sampler_is_found_in_the_first_update_that_forwards_a_row(base, 
     ("plain", "float32", 0.01), ("plain", "bfloat16", 0.1), ("shared", "float32", 0.01), ("vllm", "float32", 0.03), ("vllm", "bfloat16", 0.3)])
 def test_first_ratios_may_differ_from_1_by_so_much(model, monkeypatch, engine, precision, tolerance):
     monkeypatch.setattr("engine.vllm_engine.VLLM", lambda policy: "a sampler")
-    policy = make_engine(engine, set_precision(model, precision), None)
+    set_precision(model, precision)
+    policy = make_engine(engine, model, None)
     for factor, wrong in (0.99, False), (1.01, True), (math.nan, False):
         with pytest.raises(RatioError, match="first ratios must be 1") if wrong else nullcontext():
             policy.require_ratios_of_1(tolerance * factor)

@@ -180,12 +180,13 @@ def test_functions_that_were_not_chosen_are_tried_on_the_same_completions():
 def test_the_time_of_a_run_counts_updates_evaluations_and_epochs():
     """2 rollouts of 8 completions with 2 epochs each: 2 * (10 + 2 * 8 * 1) s; 4 evaluations of 2 batches: 80 s."""
     config = Config.of(use_grpo=True, batch_size=2, num_completions_per_prompt=4, ppo_epochs=2, eval_steps=2)
-    run = SimpleNamespace(config=config, phases=[SimpleNamespace(steps=4)], eval_set=range(16))
+    run = SimpleNamespace(config=config, plan=SimpleNamespace(
+        phases=[SimpleNamespace(steps=4)], data=SimpleNamespace(eval_set=range(16))))
     assert time_of_run(run, 10.0, 1.0) == (
         "a step of 8 completions takes about 0:00:26; 4 updates and 4 evaluations of 16 problems about 0:02:12, if lengths stay")
     run.config = replace(config, training=replace(config.training, eval_samples=2))
     assert time_of_run(run, 10.0, 1.0).endswith("16 problems about 0:03:32, if lengths stay"), "twice as many batches"
-    run.eval_set = []
+    run.plan.data.eval_set = []
     assert "4 updates and 0 evaluations of 0 problems about 0:00:52" in time_of_run(run, 10.0, 1.0)
 
 

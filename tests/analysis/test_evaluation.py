@@ -204,5 +204,5 @@ def test_an_evaluation_on_a_cpu_has_64_problems_of_a_model_and_256_of_the_demons
         str(tmp_path / "run")]
     for model, limit in (["--model_path", folder], 64), ([], 256), (["--model_path", folder, "--eval_limit", "65"], 65):
         run = set_up(parse_config([*flags, *model]))
-        assert len(run.eval_set) == limit == run.config.data.eval_limit
+        assert len(run.plan.data.eval_set) == limit == run.config.data.eval_limit
         assert ("at most 64 held-out problems, since this is a CPU: --eval_limit" in capsys.readouterr().out) == (limit == 64)

@@ -16,7 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from config import GRPOConfig, ModelConfig
 from engine import cache, make_engine, sampler
 from engine.models import load_any_policy, save_any_policy
-from engine.network import Network, recompute_activations, set_precision
+from engine.network import recompute_activations, set_precision
 from engine.text_model import text_model
 from experience import Batch, add_trainer_logp
 
@@ -104,8 +104,9 @@ def test_in_16_bits_and_with_adapters_sampler_and_trainer_round_alike(name, prec
         model, _ = load_any_policy(ModelConfig(str(tmp_path), lora_rank=lora_rank, precision=precision))
         adapted = {name.partition("lora_")[0] for name, parameter in with_noise(model).named_parameters() if parameter.requires_grad}
         assert len(adapted) >= 8 and not any(word in name for name in adapted for word in ("router.", ".experts.", "mlp.gate."))
-    network = Network(model, precision) if lora_rank else set_precision(model, precision)
-    shared, plain = (make_engine(engine, network, tokenizer) for engine in ("shared", "plain"))
+    else:
+        set_precision(model, precision)
+    shared, plain = (make_engine(engine, model, tokenizer) for engine in ("shared", "plain"))
     rollout = shared.sample(PROMPTS, replace(CONFIG, generation_temperature=1.0, generation_top_k=0, generation_top_p=1.0), 0)
     for engine in shared, plain:
         engine.require_ratios_of_1(add_trainer_logp(Batch.of_rollout(rollout, torch.ones(len(rollout.finished), 1)), engine))

@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ from engine.errors import RunError
 from reward_functions.calling import Reports
 from reward_functions.loading import load_reward_function, require_columns
 from runs.folder import read_jsonl
-from runs.results import evaluate_and_log, refuse_taken_names
+from runs.results import evaluate_held_out, refuse_taken_names
 from sources import load_examples
 from train import grpo_training_step
 
@@ -148,10 +149,10 @@ def test_trainer_state_counts_the_steps_of_grpo(tmp_path):
         return [float(len(c)) for c in completions]
 
     run = start_run(tmp_path, "--use_grpo", "--cold_start_steps", "3")
-    run.reward_functions = [spy, *run.reward_functions[1:]]
+    run.plan = replace(run.plan, reward_functions=[spy, *run.plan.reward_functions[1:]])
     run.progress.phase_step = 7
     grpo_training_step(run, next(run.batches))
-    assert vars(seen[0]) == {"global_step": 7, "max_steps": 10, "epoch": 4 / len(run.train_set)}
+    assert vars(seen[0]) == {"global_step": 7, "max_steps": 10, "epoch": 4 / len(run.plan.data.train_set)}
     run.progress.phase = 0
     assert run.trainer_state.global_step == 0, "not the steps of the cold start"
 
@@ -218,11 +219,11 @@ def test_logged_values_reach_metrics_and_records_of_a_step_and_an_evaluation(tmp
         return [float(len(c)) for c in completions]
 
     run = start_run(tmp_path, "--use_grpo", "--cold_start_steps", "0", "--eval_limit", "4")
-    run.reward_functions = [logging, *run.reward_functions[1:]]
+    run.plan = replace(run.plan, reward_functions=[logging, *run.plan.reward_functions[1:]])
     run.folder.open(run.config, 0, {})
     metrics, experience = grpo_training_step(run, next(run.batches))
     run.log_step(metrics | {"skipped": 0, "step_seconds": 1.0}, experience)
-    evaluate_and_log(run)
+    run.log_evaluation(evaluate_held_out(run))
     step, evaluation = read_jsonl(run.folder.path / "metrics.jsonl")
     assert step["spread"] == 1.5 and evaluation["eval_spread"] == 1.5
     for name in "grad_norm", "step":
@@ -252,7 +253,7 @@ def test_a_failed_call_leaves_all_totals_unscored_and_is_kept_in_the_run_folder(
         raise KeyError("x")
 
     run = start_run(tmp_path, "--use_grpo", "--cold_start_steps", "0", "--reward_errors", "none", "--reward_timeout", "30")
-    run.reward_functions = [fails, *run.reward_functions[1:]]
+    run.plan = replace(run.plan, reward_functions=[fails, *run.plan.reward_functions[1:]])
     run.folder.open(run.config, 0, {})
     metrics, experience = grpo_training_step(run, next(run.batches))
     groups = experience.groups

@@ -17,7 +17,7 @@ import torch
 from conftest import (
     QUICK, ROOT, assert_same, assert_same_to_rounding, ctrl_c_after, length_reward, num_steps, run_folder,
 )
-from forked import Program
+from forked import Program, Ranks
 
 import analysis.evaluation
 import train
@@ -191,6 +191,16 @@ def test_an_ignored_signal_stays_ignored():
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_a_signal_to_one_process_of_several_stops_all(tmp_path):
+    """Also to the second one of a tensor-parallel pair, which is not the first of its slice."""
+    (tmp_path / "ranks.py").write_text(
+        "import signal\nfrom engine.devices import best_device, process_rank\nfrom runs.errors import stop_on_signal\n"
+        "best_device('cpu')\nwith stop_on_signal() as stop_requested:\n    before = stop_requested()\n"
+        "    if process_rank() == 1:\n        signal.raise_signal(signal.SIGTERM)\n    print(before, stop_requested())\n")
+    done = Ranks(2, tmp_path / "ranks.py").wait(60)
+    assert [line for line in done.stdout.splitlines() if "[Gloo]" not in line] == ["False True"] * 2, done.stderr     # of torch 2.9
 
 
 def test_in_another_thread_signals_are_left_alone():

@@ -27,7 +27,9 @@ def test_evaluations_are_due_before_the_first_step_every_eval_steps_of_a_phase_a
 ):
     """Phases of 3 and 5 steps, counted by hand."""
     progress, evaluated, raises_at = Progress(), [], {resumed_at}
-    run = SimpleNamespace(progress=progress, eval_set=[1], mark_state=lambda: None)
+    data = SimpleNamespace(eval_set=[1])
+    run = SimpleNamespace(
+        progress=progress, plan=SimpleNamespace(data=data), mark_state=lambda: None, log_evaluation=lambda result: None)
 
     def evaluate(run):
         if progress.step in raises_at:
@@ -36,7 +38,7 @@ def test_evaluations_are_due_before_the_first_step_every_eval_steps_of_a_phase_a
             evaluated.append(progress.step)
             progress.evaluated_at = progress.step
 
-    monkeypatch.setattr("runs.run.evaluate_and_log", evaluate)
+    monkeypatch.setattr("runs.run.evaluate_held_out", evaluate)
     for run.phase in Phase("cold_start", 3, 1.0, eval_steps), Phase("grpo", 5, 1.0, eval_steps):
         progress.phase_step = 0
         while True:

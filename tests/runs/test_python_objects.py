@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import datasets
 import pytest
@@ -17,6 +18,7 @@ from policy import Policy
 from rewards import correctness
 from runs.checkpoint import latest_checkpoint
 from runs.folder import read_jsonl
+from runs.plan import Objects
 from runs.setup import set_up
 
 EXAMPLES = [{"prompt": f"{a}+{b}=?", "answer": str(a + b), "hint": "x" * a} for a in range(5) for b in range(5)]
@@ -48,9 +50,9 @@ def test_callables_and_lists_train_and_the_model_is_returned(tmp_path):
 
 def test_without_objects_names_of_the_configuration_count_and_a_built_in_function_keeps_its_name(tmp_path):
     run = set_up(quick_config(tmp_path / "a"))
-    assert [f.__name__ for f in run.reward_functions] == ["correctness", "reasoning_coherence", "explanation_quality"]
+    assert [f.__name__ for f in run.plan.reward_functions] == ["correctness", "reasoning_coherence", "explanation_quality"]
     run = set_up(quick_config(tmp_path / "b"), reward_functions=[correctness])
-    assert run.config.grpo.reward_functions == ["correctness"] and run.reward_functions == [correctness]
+    assert run.config.grpo.reward_functions == ["correctness"] and run.plan.reward_functions == [correctness]
     assert run.config.data.dataset == "arithmetic" and run.config.grpo.weights == [1.0]
 
 
@@ -58,9 +60,9 @@ def test_prompts_alone_and_an_object_with_items_are_data_too(tmp_path):
     prompts = ["one", "two", [{"role": "user", "content": "three"}]]
     run = set_up(
         quick_config(tmp_path / "a"), reward_functions="diversity", dataset=prompts, eval_dataset=["four"])
-    assert [example["prompt"] for example in run.train_set][:2] == ["one", "two"] and len(run.train_set) == 3
+    assert [example["prompt"] for example in run.plan.data.train_set][:2] == ["one", "two"] and len(run.plan.data.train_set) == 3
     run = set_up(quick_config(tmp_path / "b", eval_limit=256), dataset=datasets.Dataset.from_list(EXAMPLES))
-    assert len(run.eval_set) == len(EXAMPLES) // 5 and run.train_set[0]["hint"] is not None
+    assert len(run.plan.data.eval_set) == len(EXAMPLES) // 5 and run.plan.data.train_set[0]["hint"] is not None
 
 
 def test_a_callback_gets_every_logged_step_of_all_phases_and_its_error_saves_the_state_behind_the_step(tmp_path):
@@ -99,9 +101,15 @@ class Rule:
 def test_one_function_a_generator_of_functions_and_objects_without_a_hash_are_reward_functions(tmp_path):
     for number, functions in enumerate([shorter, "correctness", (f for f in [shorter]), [Rule()]]):
         run = set_up(quick_config(tmp_path / f"{number}"), reward_functions=functions, dataset=EXAMPLES)
-        assert len(run.reward_functions) == 1
+        assert len(run.plan.reward_functions) == 1
     train.train(quick_config(tmp_path / "run", max_steps=1), reward_functions=[Rule()], dataset=EXAMPLES)
     assert any("eval_reward/Rule" in line for line in read_jsonl(tmp_path / "run/metrics.jsonl"))
+
+
+def test_a_misspelt_argument_is_refused_before_a_run_begins(tmp_path):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'reward_function'"):
+        train.train(quick_config(tmp_path / "run"), reward_function=shorter)
+    assert not (tmp_path / "run").exists()
 
 
 SMALL = GPT2LMHeadModel(GPT2Config(vocab_size=100, n_embd=8, n_layer=1, n_head=1))
@@ -187,6 +195,7 @@ def test_what_is_no_optimizer_is_refused_when_its_phase_begins(tmp_path):
         def state_dict(self):
             return {"one": super().state_dict(), "other": {}}
 
-    run.make_optimizer = lambda pairs: TwoInOne([parameter for _, parameter in pairs])
+    objects = Objects(optimizer=lambda pairs: TwoInOne([parameter for _, parameter in pairs]))
+    run.plan = replace(run.plan, objects=objects)
     with pytest.raises(RunError, match="optimizer: its state_dict lacks state or param_groups: no run could be resumed"):
         run.begin_phase()

@@ -11,7 +11,6 @@ import torch
 from conftest import QUICK, assert_same, ctrl_c_after, exhaustive, num_steps, run_folder, start_run
 from forked import Ranks
 
-import runs.run
 import train
 from engine.errors import RunError
 from runs import phases
@@ -59,7 +58,7 @@ def resume(folder, *flags):
 def test_ctrl_c_in_every_step(tmp_path, kind, monkeypatch):
     flags, pressed = flags_of(kind, tmp_path), {}
     whole = run_folder(tmp_path / "whole", *flags)
-    for owner, name in (Run, "log_step"), (runs.run, "evaluate_and_log"):
+    for owner, name in (Run, "log_step"), (Run, "log_evaluation"):
         real = getattr(owner, name)
 
         def press_ctrl_c(run, *rest, real=real, name=name):
@@ -199,6 +198,6 @@ def test_any_error_in_a_step_saves_first_and_no_step_is_lost_or_counted_twice(
 def test_the_score_is_what_is_shown_accuracy_or_the_weighted_sum_of_known_points(tmp_path):
     run = start_run(tmp_path, "--use_grpo", "--cold_start_steps", "0")
     points = {"eval_reward/correctness": None, "eval_reward/reasoning_coherence": 0.5, "eval_reward/explanation_quality": 2.0}
-    assert held_out_score(run, points | {"eval_accuracy": 0.25}) == 0.25 and held_out_score(run, points) == pytest.approx(0.2 * 0.5 + 0.1 * 2.0)
-    assert numpy.isnan(held_out_score(run, dict.fromkeys(points))) and numpy.isnan(held_out_score(start_run(tmp_path), points))
-    assert numpy.isnan(held_out_score(run, {})), "nothing could be scored, as with a teacher and prompts without answers"
+    assert held_out_score(run.scoring, points | {"eval_accuracy": 0.25}) == 0.25 and held_out_score(run.scoring, points) == pytest.approx(0.2 * 0.5 + 0.1 * 2.0)
+    assert numpy.isnan(held_out_score(run.scoring, dict.fromkeys(points))) and numpy.isnan(held_out_score(start_run(tmp_path).scoring, points))
+    assert numpy.isnan(held_out_score(run.scoring, {})), "nothing could be scored, as with a teacher and prompts without answers"

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import quick_config, run_folder, start_run
-from forked import Ranks
 
 import train
 from config import Config
 from engine.fingerprints import fingerprint_of_examples
-from runs.plan import compare_settings, config_on_device
+from runs.plan import config_on_device
+from runs.resume import compare_settings
 from runs.setup import set_up
 
 
@@ -48,7 +48,7 @@ NEW, OWN = {"dataset": "mine.jsonl"}, {"dataset": "mine.jsonl", "eval_dataset": 
 def test_other_data_and_settings_of_another_state_are_refused_in_a_resumed_run(tmp_path, monkeypatch, begun, found, flags, refused):
     begun, fingerprints = Config.of(**begun), {"dataset": "a", "eval_dataset": "c"}
     now, state = Config.of(**begun.flags | flags), {"settings": begun.as_dict(), "fingerprints": fingerprints, "own_functions": []}
-    monkeypatch.setattr("runs.plan.read_state", lambda *_, **__: state)
+    monkeypatch.setattr("runs.resume.read_state", lambda *_, **__: state)
     with pytest.raises(ValueError, match=f"^--{re.escape(refused)}[^\n]* with a checkpoint as --model_path$") if refused else nullcontext():
         compare_settings(now, tmp_path / "step-1", print, fingerprints | found)
     del state["own_functions"]
@@ -125,19 +125,3 @@ def test_the_tokens_of_a_forward_pass_are_chosen_by_device_printed_and_saved(tmp
     (tmp_path / "long.jsonl").write_text("".join(json.dumps({"prompt": "x" * n, "completion": "y"}) + "\n" for n in (3, 1500)))
     long = start_run(tmp_path / "long", "--dataset", str(tmp_path / "long.jsonl"), "--max_prompt_length", "1600")
     assert long.config.training.max_tokens_per_forward == 2 * 1501
-
-
-def test_a_call_of_vllm_that_raises_on_one_rank_fails_on_all(tmp_path):
-    """Both raise the same error, and their next collective fits together."""
-    code = tmp_path / "ranks.py"
-    code.write_text(
-        "import sys\nfrom types import SimpleNamespace\n"
-        f"sys.path[:0] = [{str(Path(train.__file__).parent)!r}]\n"
-        "from engine.devices import Ranks, all_gather_object, best_device, process_rank\n"
-        "from engine.vllm_engine import VLLM\nengine = VLLM.__new__(VLLM)\nbest_device('cpu')\n"
-        "engine.policy = SimpleNamespace(ranks=Ranks())\n"
-        "try:\n    engine.on_all_ranks(lambda: 2 // process_rank())\nexcept ZeroDivisionError as error:\n    print(all_gather_object(str(error)[:24]))\n"
-    )
-    done = Ranks(2, str(code)).wait(60)
-    printed = [line for line in done.stdout.splitlines() if "[Gloo]" not in line]          # of torch 2.9
-    assert printed == ["['integer division or modu', 'integer division or modu']"] * 2, done.stderr

@@ -17,31 +17,32 @@ from config import GRPOConfig, ModelConfig
 from engine import make_engine
 from engine import shared as shared_engine
 from engine.device_policy import DevicePolicy
-from engine.devices import Ranks
 from engine.errors import CannotShare
 from engine.models import load_any_policy, save_any_policy
 from engine.network import network_of
 from logprobs import distribution_of
 from policy import Policy, RatioError
-from runs.startup_check import build_policy, difference, refuse_wrong_sampler
+from runs import engine_choice
+from runs.engine_choice import build_policy
+from runs.startup_check import check_sampling, difference
 
 PROMPTS = ["47+85=?", "a longer one"]
 
 
 def test_a_head_without_the_soft_cap_is_refused(model, shared, monkeypatch):
     model.config.final_logit_softcapping = 5.0
-    refuse_wrong_sampler(shared)
+    check_sampling(shared)
     monkeypatch.setattr(logprobs, "scale_and_softcap", lambda model, raw: raw)
     with pytest.raises(ValueError, match=r"^start-up check: policy: logprobs.py and the model's own logits differ by at most .* compute_logits"):
-        refuse_wrong_sampler(shared)
+        check_sampling(shared)
 
 
 def test_positions_that_are_ignored_are_refused(tokenizer, monkeypatch):
     model = ARCHITECTURES["gpt2"]().eval()                # learned positions: rotary ones notice no shift
     monkeypatch.setattr(sample, "positions_of", lambda mask: torch.arange(mask.shape[1]).expand(mask.shape))
-    refuse_wrong_sampler(make_engine("shared", model, tokenizer))
+    check_sampling(make_engine("shared", model, tokenizer))
     with pytest.raises(ValueError, match=r"^start-up check: sampler and trainer differ by at most .*; try --attn_implementation eager"):
-        refuse_wrong_sampler(make_engine("plain", model, tokenizer))
+        check_sampling(make_engine("plain", model, tokenizer))
 
 
 def test_a_check_samples_no_more_tokens_than_the_run(tokenizer):
@@ -64,7 +65,7 @@ def test_another_sampler_is_compared_in_the_distribution_of_the_run(model, token
 
     policy.sampler = SimpleNamespace(sample=sample, sampling=nullcontext)
     with pytest.raises(RatioError, match="first ratios must be 1") if wrong else nullcontext():
-        refuse_wrong_sampler(policy, distribution=own)
+        check_sampling(policy, distribution=own)
 
 
 def unshared(*args):
@@ -90,7 +91,7 @@ def test_prompts_are_not_shared_where_that_is_wrong_and_engine_shared_says_why(m
 
 
 def test_what_only_another_rank_cannot_share_is_shared_by_none(model, tokenizer, settings, monkeypatch, capsys):
-    monkeypatch.setattr(Ranks, "sum", lambda self, ok: ok - 1 if isinstance(ok, int) else ok)
+    monkeypatch.setattr(engine_choice, "all_gather_object", lambda ok: [ok, False])
     assert not build_policy(network_of(model), tokenizer, PROMPTS, settings)[0].shares_prompts
     assert "prompts are not shared: another rank cannot" in capsys.readouterr().out
 
