@@ -4,6 +4,7 @@ Draw the figures in docs/figures. All values are computed by the functions that 
     python docs/figures.py                   docs/figures/*.svg, in seconds
     python docs/figures.py --ladder 5        first run the programs of examples/ladder, seeds 0 to 4, as far as docs/figures/ladder.jsonl
                                              has no lines of them: half a minute each
+    python docs/figures.py --losses 5        the same for the demonstration with five losses: two minutes each
 """
 
 import argparse
@@ -15,6 +16,7 @@ import json
 import re
 import runpy
 import sys
+import tempfile
 from pathlib import Path
 
 import matplotlib
@@ -34,6 +36,7 @@ import logprobs  # noqa: E402
 import policy  # noqa: E402
 import rewards  # noqa: E402
 import sample  # noqa: E402
+import train  # noqa: E402
 from config import GRPOConfig, ModelConfig  # noqa: E402
 from engine.packing import pack_groups  # noqa: E402
 from engine.models import load_any_policy  # noqa: E402
@@ -226,6 +229,14 @@ def read_lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+def lines_by_run(path: Path) -> dict[str, list[dict]]:
+    """Return the lines of a file of JSON Lines by the name of their run."""
+    runs = {}
+    for line in read_lines(path):
+        runs.setdefault(line["run"], []).append(line)
+    return runs
+
+
 def run_ladder(path: Path, seeds: int) -> None:
     """Add to a file of JSON Lines what the programs print for each seed, and what 5_kl.py does with a reward that can be hacked."""
     runs = {file.stem: (file.stem, {}) for file in sorted(LADDER.glob("*.py"))}
@@ -239,6 +250,23 @@ def run_ladder(path: Path, seeds: int) -> None:
             print(f"{run}, seed {seed}: accuracy {lines[-1]['accuracy']}", flush=True)
 
 
+def run_losses(path: Path, seeds: int) -> None:
+    """Add to a file of JSON Lines the held-out accuracy of half a demonstration with each loss, for each seed."""
+    for seed, loss in itertools.product(range(seeds), ("grpo", "dapo", "dr_grpo", "gspo", "cispo")):
+        if any(line["run"] == loss and line["seed"] == seed for line in read_lines(path)):
+            continue
+        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+            flags = ["--use_grpo", "--loss_type", loss, "--seed", str(seed), "--num_epochs", "0.8", "--report_to", "none"]
+            train.main([*flags, "--output_dir", f"{folder}/run"])
+            lines = read_lines(Path(folder, "run/metrics.jsonl"))
+        start = min(line["step"] for line in lines if line["phase"] == "grpo") - 1
+        with path.open("a") as file:
+            for line in lines:
+                if line["phase"] == "eval" and line["step"] >= start:
+                    found = {"run": loss, "seed": seed, "step": line["step"] - start, "accuracy": line["eval_accuracy"]}
+                    file.write(json.dumps(found) + "\n")
+
+
 def plot_seeds(axes, lines: list[dict], value: str, label: str, **style) -> None:
     """Plot the mean of a value over the seeds, and its range."""
     steps = sorted({line["step"] for line in lines})
@@ -247,11 +275,19 @@ def plot_seeds(axes, lines: list[dict], value: str, label: str, **style) -> None
     axes.fill_between(steps, [min(v) for v in values], [max(v) for v in values], color=drawn.get_color(), alpha=0.12)
 
 
-def draw_ladder(path: Path = FOLDER / "ladder.jsonl") -> None:
-    """Draw reward and accuracy with a reward that can be hacked; and the accuracy of the five programs, once they were run."""
-    runs = {}
-    for line in read_lines(path):
-        runs.setdefault(line["run"], []).append(line)
+def draw_accuracies(runs: dict[str, list[dict]], name: str) -> None:
+    """Draw the accuracy of runs by name, over their steps."""
+    figure = Figure(figsize=(5, 2.8), layout="constrained")
+    axes = figure.subplots()
+    for run, lines in runs.items():
+        plot_seeds(axes, lines, "accuracy", run)
+    axes.set(xlabel="step", ylabel="held-out accuracy", ylim=(0, 1))
+    axes.legend(frameon=False, fontsize=7)
+    save(figure, name)
+
+
+def draw_hacked(runs: dict[str, list[dict]]) -> None:
+    """Draw reward and accuracy with a reward that can be hacked."""
     figure = Figure(figsize=(5, 2.8), layout="constrained")
     axes = figure.subplots()
     for run, colour, kl in ("hackable reward, BETA=0", RED, "without KL penalty"), ("hackable reward", BLUE, "with KL penalty"):
@@ -260,27 +296,26 @@ def draw_ladder(path: Path = FOLDER / "ladder.jsonl") -> None:
     axes.set(xlabel="step", ylim=(0, 1.02))
     axes.legend(frameon=False, fontsize=7)
     save(figure, "hacked")
-    if programs := sorted(run for run in runs if run[0].isdigit()):
-        figure = Figure(figsize=(5, 2.8), layout="constrained")
-        axes = figure.subplots()
-        for program in programs:
-            plot_seeds(axes, runs[program], "accuracy", f"{program}.py")
-        axes.set(xlabel="step", ylabel="held-out accuracy", ylim=(0, 1))
-        axes.legend(frameon=False, fontsize=7)
-        save(figure, "ladder")
 
 
 def main() -> None:
-    """Draw all figures, after the runs of --ladder that there are not yet."""
+    """Draw all figures, after the runs that there are not yet."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ladder", type=int, default=0, help="number of seeds to run the programs of examples/ladder with")
-    run_ladder(FOLDER / "ladder.jsonl", parser.parse_args().ladder)
+    parser.add_argument("--losses", type=int, default=0, help="number of seeds to run the demonstration with, for each loss")
+    args = parser.parse_args()
+    ladder, losses = FOLDER / "ladder.jsonl", FOLDER / "losses.jsonl"
+    run_ladder(ladder, args.ladder)
+    run_losses(losses, args.losses)
     draw_flow(*random_groups(length=12))                  # the shapes of docs/walkthrough.md
     draw_groups()
     draw_pack(random_groups(length=6)[2])
     draw_clip()
     draw_kl()
-    draw_ladder()
+    programs = lines_by_run(ladder)
+    draw_hacked(programs)
+    draw_accuracies({f"{run}.py": lines for run, lines in sorted(programs.items()) if run[0].isdigit()}, "ladder")
+    draw_accuracies(lines_by_run(losses), "losses")
 
 
 if __name__ == "__main__":
