@@ -174,13 +174,13 @@ class Ranks:
             raise failure if first == process_rank() else outcomes[first][0]
         return [result for _, had_work, result in outcomes[:: self.per_slice] if had_work]
 
-    def sum(self, count):
-        """Sum a number, or a tensor on the CPU, over all slices: that of the first process of each slice."""
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Return the sum of a tensor on the CPU over all slices."""
         if num_processes() == 1:
-            return count
-        total = count.clone() if isinstance(count, Tensor) else torch.tensor(count, dtype=torch.float64)
+            return tensor
+        total = tensor.clone()
         self.sum_in_place(total)
-        return total if isinstance(count, Tensor) else total.item()
+        return total
 
     def sum_in_place(self, tensor: Tensor) -> None:
         """Sum a tensor over all slices, in place; the processes of one slice count once."""

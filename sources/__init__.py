@@ -16,7 +16,7 @@ def load_examples(
              columns.COLUMNS. The prompt may also be text with columns in braces: "Make {target} from {nums}."
     notify   is called with one line, "read as: gsm8k", if rows have published forms
     """
-    from guards import validate_examples
+    from data import validate_examples
     from sources.columns import as_published
     from sources.readers import read_rows
     from sources.tasks import PROBLEMS

@@ -4,7 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 
-from guards import as_map
+from data import as_map
 from sources.published_forms import FORMS
 
 COLUMNS = {                     # the column names that are recognised, in order of precedence

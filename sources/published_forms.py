@@ -1,6 +1,6 @@
 """
 Published forms of data sets: a table of functions of a row, which return the columns that they change, or {}
-if the row is not in this form. What is in no form is taken as it is, or refused by guards.py.
+if the row is not in this form. What is in no form is taken as it is, or refused by data.py.
 """
 
 import ast
@@ -8,8 +8,7 @@ import json
 import re
 from string import ascii_uppercase as LETTERS
 
-from data import demonstration
-from guards import as_map, without_nulls
+from data import as_map, demonstration, without_nulls
 from rewards import extract_boxed
 
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant"}            # of ShareGPT

@@ -9,9 +9,8 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import contextmanager
 
-from data import as_messages, encode_prompt, render
+from data import as_map, as_messages, encode_prompt, render
 from environments.messages import encode_turns
-from guards import as_map
 from sample import stop_token_ids
 
 

@@ -24,7 +24,7 @@ from config import ModelConfig
 from model import load_policy
 
 LAYERS = [                      # modules and packages, the lowest layer first
-    ("grpo", "logprobs", "rewards", "guards", "data", "config"),
+    ("grpo", "logprobs", "rewards", "data", "config"),
     ("model", "sample"),
     ("policy", "experience"),
     ("engine",),
@@ -130,7 +130,7 @@ def test_no_public_function_or_class_has_the_name_of_another_one():
 
 # ---- the core --------------------------------------------------------------------------------------------------------
 
-CORE = ["policy", "grpo", "logprobs", "sample", "rewards", "data", "guards", "model", "experience", "config"]
+CORE = ["policy", "grpo", "logprobs", "sample", "rewards", "data", "model", "experience", "config"]
 LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "transformers", "tokenizers"}
 
 
@@ -184,7 +184,7 @@ def test_what_the_readme_says_to_copy_works_in_an_empty_folder_and_needs_no_othe
     assert rows_to_copy().keys() == COPIED.keys()
     copy(files, tmp_path)
     run(tmp_path, "-c", COPIED[name])
-    ours = {file.partition("/")[0].removesuffix(".py") for file in files} | {"reward_functions", "guards"}      # only to load examples
+    ours = {file.partition("/")[0].removesuffix(".py") for file in files} | {"reward_functions"}                # only to load examples
     used = {name.partition(".")[0] for file in files for name in imported((ROOT / file).read_text())} - ours - {*sys.stdlib_module_names}
     assert packages == ({"math-verify"} if name == "math_equality" else used)    # torch is imported where tensors are made
 
@@ -201,9 +201,9 @@ def test_the_sandbox_works_beside_other_files_and_misses_its_list_when_it_is_imp
 
 
 def test_core_files_import_core_files_and_libraries_alone():
-    """The files data.py and guards.py, which others copy alone, need no library, grpo.py torch."""
+    """The file data.py, which others copy alone, needs no library, grpo.py torch."""
     for name in CORE:
-        allowed = {"data": {"guards"}, "guards": set(), "grpo": {"torch"}}.get(name, LIBRARIES | {*CORE})
+        allowed = {"data": set(), "grpo": {"torch"}}.get(name, LIBRARIES | {*CORE})
         found = {module.partition(".")[0] for module in imported((ROOT / f"{name}.py").read_text())}
         assert found <= {*sys.stdlib_module_names} | allowed, name
 
