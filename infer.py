@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
-from runs.errors import exit_on_errors  # first, see runs/__init__.py
+from runs.exits import exit_on_errors  # first, see runs/__init__.py
 
 from analysis import evaluation, report
 from config import GRPOConfig, ModelConfig

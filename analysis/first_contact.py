@@ -59,7 +59,7 @@ def sample_and_describe(run) -> tuple[Groups, int]:
     Returns the completions, and the length at which they were cut.
     """
     config, policy, notify = run.config, run.policy, run.console.print
-    device, limit = policy.model.device, config.grpo.generation_max_length
+    device, limit = policy.device, config.grpo.generation_max_length
 
     def sample(num_prompts: int, num_completions: int, limit: int) -> tuple[Groups, float]:
         started, examples = time.perf_counter(), run.plan.data.train_set[:num_prompts]

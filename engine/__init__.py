@@ -1,15 +1,6 @@
 """Policies for any device and several processes: shared prompts, vLLM, ranks, sharding, LoRA, 16 bits."""
 
 
-def saves_tokens(prompt_tokens: int, grpo_config) -> bool:
-    """Return True if sharing prompts saves a fifth of a step's tokens; saving less is not faster.
-
-    prompt_tokens  length of the longest prompt;  grpo_config  a GRPOConfig. docs/results.md has measurements
-    """
-    copies = grpo_config.num_completions_per_prompt
-    return prompt_tokens * (copies - 1) > 0.2 * copies * (prompt_tokens + grpo_config.generation_max_length)
-
-
 def make_engine(name: str, model, tokenizer, *, max_tokens: int = 2048):
     """Return the policy for an engine: plain, shared, or vllm, which trains like plain.
 

@@ -121,7 +121,7 @@ def split_chunks(weight: Tensor, *columns: Tensor | None) -> Iterator[tuple]:
 
 
 def chunk_size(weight: Tensor) -> int:
-    """Return the number of tokens in a chunk; on XLA it divides N."""
+    """Return the number of tokens in a chunk; on XLA it divides N, or is larger."""
     return tokens_in_chunk(bucket(len(weight), weight.device), weight.device)
 
 

@@ -64,25 +64,29 @@ class Network:
     @contextmanager
     def in_use(self, device: torch.device):
         """Within the context the module is on a device and has this adapter; afterwards it is as before."""
-        home, adapter = next(self.module.parameters()).device, self.adapter or []
-        shared = trainable_parameters(self.module) if adapter else []
+        home = next(self.module.parameters()).device
+        shared = trainable_parameters(self.module) if self.adapter else []
         trained = [parameter.detach().clone() for parameter in shared]
+
+        def exchange(values: list[Tensor]) -> None:
+            reshard(self.module)                          # else the next pass would use gathered ones
+            copy_into(shared, values)
+
         try:
             if home != device:
                 move(self.module, device)                 # from the CPU, with --reference_offload
-            copy_into(shared, adapter)
+            if shared:
+                exchange(self.adapter)
             yield
         finally:
-            copy_into(shared, trained)
+            if shared:
+                exchange(trained)
             if home != device:
                 move(self.module, home)
 
     def reference_weights(self) -> list[Tensor]:
-        """Return what a reference copies from the policy: all weights, or only those of an adapter.
-
-        Gathered weights are freed, since the next pass would use them instead of changed ones.
-        """
-        reshard(self.module)
+        """Return what a reference copies from the policy: all weights, or only those of an adapter."""
+        reshard(self.module)                              # gathered weights would not be changed
         if has_adapter(self.module):
             return self.adapter or trainable_parameters(self.module)
         return list(self.module.parameters())

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import torch
 
-from config import Config, ModelConfig
+from config import Config, GRPOConfig, ModelConfig
 from engine.models import load_any_policy, load_any_tokenizer
 from engine.network import Network, copy_into, move
 from engine.sharding import shard, sharded_like
+from policy import Policy
 
 
 def config_of_reference(config: Config) -> ModelConfig:
@@ -34,32 +35,30 @@ def compare_tokenizers(tokenizer, config: Config) -> None:
             f"there ({example}); use a model with the policy's tokenizer")
 
 
-def load_teacher(config: Config, policy: Network) -> torch.nn.Module:
+def load_teacher(config: Config, network: Network) -> torch.nn.Module:
     """Load the model of --reference_path, frozen, on the device of the policy and sharded like it.
 
     Models with the same tokenizer may pad their heads to different sizes, such as Qwen 2.5 to 151,936 and
     152,064 rows. Rows beyond those of the policy belong to no token and are dropped.
     """
     teacher, _ = load_any_policy(config_of_reference(config), trainable=False)
-    rows = len(policy.module.get_output_embeddings().weight)
+    rows = len(network.module.get_output_embeddings().weight)
     for module in teacher.get_output_embeddings(), teacher.get_input_embeddings():
         if len(module.weight) > rows:                     # resize_token_embeddings cannot cut a DTensor
             module.weight = torch.nn.Parameter(module.weight.detach()[:rows], requires_grad=False)
             module.padding_idx = None                     # of an embedding: one of these rows
-    move(teacher, policy.module.device)                   # also ties weights again
-    shard(teacher, policy.mesh)
+    move(teacher, network.module.device)                   # also ties weights again
+    shard(teacher, network.mesh)
     return teacher
 
 
 def prepare_teacher(
-    reference: torch.nn.Module | None, policy: Network, tokenizer, config: Config
+    reference: torch.nn.Module | None, network: Network, tokenizer, config: Config
 ) -> torch.nn.Module:
     """Return the given teacher or that of --reference_path, frozen. Raises ValueError if it does not fit."""
-    if not config.training.use_grpo:
-        raise ValueError("reference: only GRPO uses it; add use_grpo")
     if reference is None:
-        reference = load_teacher(config, policy)
-    sizes = [len(model.get_output_embeddings().weight) for model in (reference, policy.module)]
+        reference = load_teacher(config, network)
+    sizes = [len(model.get_output_embeddings().weight) for model in (reference, network.module)]
     if sizes[0] < len(tokenizer):
         raise ValueError(
             f"reference: it has {sizes[0]} tokens, the tokenizer {len(tokenizer)}; use a model with the "
@@ -71,10 +70,24 @@ def prepare_teacher(
     return reference.eval().requires_grad_(False)
 
 
-def load_reference(policy: Network, config: Config, checkpoint: Path, state: dict):
-    """Return the reference saved with a checkpoint, None without a KL penalty. state: from state.pt."""
+def first_reference(policy: Policy, grpo_config: GRPOConfig, teacher: torch.nn.Module | None) -> Policy:
+    """Return the reference at the start of GRPO: the teacher, else a copy of the policy."""
+    exact = grpo_config.reference_mode == "ema"
+    reference = policy.frozen_copy(exact=exact) if teacher is None else policy.like(teacher)
+    if reference.model is not policy.model:               # an adapter is a reference within that model
+        move(reference.model, home_of_reference(grpo_config, policy.device))
+    return reference
+
+
+def home_of_reference(grpo_config: GRPOConfig, device: torch.device) -> torch.device:
+    """Return the device on which a reference waits until it is used."""
+    return torch.device("cpu") if grpo_config.reference_offload else device
+
+
+def load_reference(network: Network, config: Config, checkpoint: Path, state: dict):
+    """Return the Network or the module of a checkpoint's reference, None without one. state: of state.pt."""
     if adapter := state.get("reference_adapter"):
-        reference = policy.frozen_copy()
+        reference = network.frozen_copy()
         pairs = zip(adapter, reference.adapter, strict=True)
         copy_into(reference.adapter, [sharded_like(new, old) for new, old in pairs])
         return reference
@@ -84,7 +97,6 @@ def load_reference(policy: Network, config: Config, checkpoint: Path, state: dic
         replace(config.model, model_path=str(checkpoint / "reference")),
         trainable=config.grpo.reference_mode == "ema",    # in float32, see Network.frozen_copy
     )
-    device = torch.device("cpu") if config.grpo.reference_offload else policy.module.device
-    reference = move(reference, device).eval()
-    shard(reference, policy.mesh)
+    reference = move(reference, home_of_reference(config.grpo, network.module.device)).eval()
+    shard(reference, network.mesh)
     return reference.requires_grad_(False)

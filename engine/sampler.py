@@ -113,8 +113,6 @@ def recorded(function: Callable[[], None], device: torch.device) -> Callable[[],
     have run once, read and write the same tensors each time, and not wait for the device, as experts that are
     called one by one do.
     """
-    if device.type != "cuda":
-        return function
     try:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):

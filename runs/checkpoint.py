@@ -2,11 +2,11 @@
 Save and restore the complete state of a run. With the same versions and numbers of processes and threads, a
 resumed run is bit-identical to an uninterrupted one, otherwise equal up to rounding.
 
-A checkpoint is a folder that infer.py can load as a model. It also contains the reference, as another such
-folder, and state.pt, which Run.save_checkpoint writes:
+A checkpoint is a folder that infer.py can load as a model. It also contains a reference that is a copy of the
+policy, as another such folder, and state.pt, which Run.save_checkpoint writes:
 
     settings, fingerprints      compared with those of a resumed run by compare_settings in runs/resume.py
-    own_functions               names of functions that were passed to train(): Run.restore
+    own_functions               names of functions that were passed to train(): compare_settings
     progress, scaler, versions  Run.restore
     reference_adapter           a reference that is only an adapter: load_reference in engine/reference.py
     file_sizes                  records are cut to these: RunFolder.open
@@ -53,12 +53,12 @@ def write_checkpoint(folder: Path, step: int, model, tokenizer, reference, state
         for lines in folder.parent.glob("*.jsonl"):       # a resumed run does not repeat these steps
             flush(lines)
 
-    def replace_oldest() -> None:
+    def write_newest() -> None:
         write_folder(target, write)
         for old in checkpoints_in(folder)[:-keep]:
             shutil.rmtree(old, ignore_errors=True)
 
-    on_main(replace_oldest)
+    on_main(write_newest)
     return target
 
 
@@ -101,7 +101,7 @@ def optimizer_state(policy, batches) -> dict:
 
     Its tensors may be sharded. No collective is called, since the state_dict of a user's optimiser may raise.
     """
-    scaler, value_head = getattr(policy, "scaler", None), policy.value_head
+    scaler, value_head = policy.scaler, policy.value_head
     state = {"scaler": scaler and scaler.state_dict()}
     if policy.optimizer is None:                          # between two phases
         return state
@@ -121,8 +121,8 @@ def load_optimizer_state(policy, state: dict) -> None:
     optimizer.load_state_dict(state["optimizer"])
     peaks = scheduler.base_lrs                            # a flag may have changed them
     scheduler.load_state_dict(state["scheduler"] | {"base_lrs": peaks})
-    for group, peak, lr in zip(optimizer.param_groups, peaks, scheduler.get_lr(), strict=True):
-        group.update(initial_lr=peak, lr=lr)
+    for group, peak, factor in zip(optimizer.param_groups, peaks, scheduler.lr_lambdas, strict=True):
+        group.update(initial_lr=peak, lr=peak * factor(scheduler.last_epoch))
     if policy.value_head is not None:
         policy.value_head.load_state_dict(state["value_head"])
 
@@ -153,12 +153,12 @@ def read_state(checkpoint: Path, *, mmap: bool = False) -> dict:
 
 
 def versions(policy) -> dict:
-    """Return everything that bit-identical results depend on: versions, processes, threads, engine.
+    """Return what bit-identical results depend on: versions, device, processes, threads, engine.
 
     Without OMP_NUM_THREADS, results also depend on other processes: see IdleCores in engine/host.py.
     """
     return {
         "python": platform.python_version(), "torch": str(torch.__version__),
-        "transformers": transformers.__version__, "processes": num_processes(),
+        "transformers": transformers.__version__, "device": policy.device.type, "processes": num_processes(),
         "threads": os.environ.get("OMP_NUM_THREADS", os.cpu_count()), "engine": type(policy).__name__,
     }

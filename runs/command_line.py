@@ -68,7 +68,7 @@ class OneLineParser(argparse.ArgumentParser):
                     f"{' '.join(unknown)}: a second value, but the flag before it takes one; of several "
                     "files make one: cat a.jsonl b.jsonl > both.jsonl")
             raise ValueError(explain_unknown(flags or unknown, [action.dest for action in self._actions]))
-        vars(args).pop("debug", None)                     # runs/errors.py reads it
+        vars(args).pop("debug", None)                     # runs/exits.py reads it
         return args
 
 

@@ -9,7 +9,7 @@ import torch
 
 from config import GRPOConfig
 from data import encode_prompt
-from engine import make_engine, saves_tokens
+from engine import make_engine
 from engine.device_policy import DevicePolicy
 from engine.devices import all_gather_object, num_processes
 from engine.errors import CannotShare
@@ -99,6 +99,15 @@ def can_share_prompts(
     return False
 
 
+def saves_tokens(prompt_tokens: int, grpo_config) -> bool:
+    """Return True if sharing prompts saves a fifth of a step's tokens; saving less is not faster.
+
+    prompt_tokens  length of the longest prompt;  grpo_config  a GRPOConfig. docs/results.md has measurements
+    """
+    copies = grpo_config.num_completions_per_prompt
+    return prompt_tokens * (copies - 1) > 0.2 * copies * (prompt_tokens + grpo_config.generation_max_length)
+
+
 def fault_of_sharing(plain: DevicePolicy, prompts: list, most_tokens: int) -> str:
     """Compare log-probabilities of shared cache and packed rows with those of plain rows; "" if equal."""
     shared = make_engine("shared", plain.network, plain.tokenizer, max_tokens=plain.max_tokens)
@@ -107,8 +116,10 @@ def fault_of_sharing(plain: DevicePolicy, prompts: list, most_tokens: int) -> st
         rollout = shared.sample(prompts, short_completions(most_tokens), 0, num_completions=2)
         rollout.completion_mask[1::2, 5:] = False         # to pack rows of different lengths
         packed = shared.log_probs(rollout).logp
-    except CannotShare as error:
-        return str(error)
+    except (CannotShare, TypeError) as error:
+        if isinstance(error, TypeError) and "token_layout" not in str(error):
+            raise
+        return str(error)                                 # TypeError: a forward method without **kwargs
     rows = plain.log_probs(rollout).logp
     sampled = rollout.sampling_logp.where(rollout.completion_mask, 0.0)
     both = torch.stack([packed, sampled])

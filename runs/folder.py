@@ -7,9 +7,10 @@ The run folder: the files that a run writes, under a lock.
     rollouts.jsonl       every few steps: prompts, completions, rewards by function, advantages, token ids
     skipped.jsonl        the same for steps with a loss or gradient that is not finite, if any
     reward_errors.jsonl  calls of reward functions that raised or timed out, if any
+    base/                the built-in model, if an adapter of it is trained
     curves.png           the learning curves, which analysis/report.py draws
     report.html          curves, advice, settings and completions for a browser, by analysis/report.py
-    tensorboard/         the same metrics (with --report_to wandb: its local files)
+    tensorboard/         the same metrics; with --report_to wandb its local files, and tracker_name
     checkpoints/, final/, with --keep_best best/
 """
 
@@ -41,8 +42,8 @@ RECORDS = "metrics.jsonl", "rollouts.jsonl", "skipped.jsonl", "reward_errors.jso
 class RunFolder:
     """The folder of one run, with its console.
 
-    Nothing is written before take, which locks the folder: for a resumed run when this object is created, for
-    the others when the loop begins (open), or before the built-in model is written as the base of an adapter.
+    take() creates and locks the folder; nothing is written before. It is called when this object is created
+    (--resume), before the built-in model is written as the base of an adapter, or when the loop begins.
     """
 
     def __init__(self, config: Config):
@@ -58,10 +59,10 @@ class RunFolder:
         if training.report_to == "wandb" and not importlib.util.find_spec("wandb"):
             raise ValueError("--report_to=wandb: is not installed; pip install it")
         self.has_name, self.begun = bool(training.output_dir), training.resume
-        self.writes, self.lock = is_main(), None
+        self.lock = None
         if training.resume and not training.check:        # before a checkpoint is chosen
             self.take()
-        self.console = RunConsole(quiet=not self.writes)
+        self.console = RunConsole(quiet=not is_main())
         self.send = self.close_tracker = None             # see open_tracker
 
     def refuse_other_run(self, error: type[Exception]) -> None:
@@ -126,15 +127,13 @@ class RunFolder:
 
     def log(self, step: int, phase: str, metrics: dict) -> None:
         """Append a line to metrics.jsonl and pass it to the tracker. NaN becomes null: JSON has no NaN."""
-        floats = {name: or_none(value) for name, value in metrics.items() if isinstance(value, float)}
-        line = metrics | floats
-        self.append("metrics.jsonl", step, phase, [line])
-        if self.writes:
-            numbers = {name: value for name, value in line.items() if isinstance(value, int | float)}
-            self.send(step, {f"{phase}/{name}": value for name, value in numbers.items()})
+        self.append("metrics.jsonl", step, phase, [metrics])
+        if is_main():
+            numbers = {name: x for name, x in metrics.items() if isinstance(x, int | float)}
+            self.send(step, {f"{phase}/{name}": x for name, x in numbers.items() if math.isfinite(x)})
 
     def append(self, name: str, step: int, phase: str, records: list[dict]) -> None:
-        if not self.writes:
+        if not is_main():
             return
         first = {"step": step, "phase": phase}            # a record cannot replace these
         lines = [json.dumps(without_nan(first | record | first)) for record in records]

@@ -1,4 +1,4 @@
-"""The memory of a run, told before it begins, and how many tokens a forward pass may have."""
+"""Estimate the memory of a run before it begins, and choose how many tokens a forward pass may have."""
 
 import psutil
 import torch
@@ -17,7 +17,7 @@ BYTES_OF_LOGIT = 20             # in sampling, of each token of the vocabulary: 
 def activations_of_token(policy: Policy, rollout: Rollout) -> float:
     """Measure the bytes that a forward pass keeps for the backward pass, for each of its tokens.
 
-    A completion of each prompt is forwarded, then one alone: the difference is without what any pass keeps.
+    A completion of each prompt is forwarded, then one alone: what any pass keeps cancels in the difference.
     """
     model, num_prompts = policy.model, len(rollout.prompt_ids)
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
@@ -62,7 +62,7 @@ def describe_memory(policy: Policy, of_token: float, config: Config) -> str:
     """Return a line with the memory that a run of one process needs at least."""
     model, grpo_config = policy.model, config.grpo
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    in_use = memory_in_use(next(model.parameters()).device)
+    in_use = memory_in_use(policy.device)
     trained = 4 * model.num_parameters(only_trainable=True)                      # float32
     has_copy = config.training.use_grpo and grpo_config.kl_coef and not has_adapter(model)
     copy = weights / (1 if policy.precision == "float32" else 2) if has_copy else 0

@@ -1,5 +1,5 @@
 """
-The progress of a run through its phases; the optimiser, schedule and reference with which a phase begins.
+The progress of a run through its phases; the optimiser and schedule with which a phase begins.
 """
 
 import math
@@ -13,7 +13,6 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from config import Config
 from engine.errors import RunError
-from engine.network import move
 from engine.text_model import trainable_parameters
 from model import ValueHead
 from policy import Policy
@@ -57,7 +56,7 @@ class Progress:
     def add_evaluation(self, accuracy: float, score: float) -> bool:
         """Count an evaluation after this step. Return True if its score is the best so far."""
         self.evaluated_at, self.accuracy = self.step, accuracy
-        if score > self.best_score:                       # of equal ones the first; False for NaN
+        if score > self.best_score:                       # on a tie the earlier stays; not for NaN
             self.best_step, self.best_score = self.step, score
         return self.best_step == self.step
 
@@ -95,9 +94,9 @@ def plan_phases(config: Config, num_examples: int) -> list[Phase]:
     return [cold_start, grpo_phase] if cold_start_steps else [grpo_phase]
 
 
-def train_in_phase(policy: Policy, phase: Phase, config: Config, make_optimizer: Callable | None) -> None:
-    """Set the policy's optimiser (from make_optimizer, else AdamW), schedule and value head for a phase."""
-    training, device = config.training, next(policy.model.parameters()).device
+def prepare_policy(policy: Policy, phase: Phase, config: Config, make_optimizer: Callable | None) -> None:
+    """Give a policy its optimiser (of make_optimizer, else AdamW), schedule and value head for a phase."""
+    training, device = config.training, policy.device
     modules, value_head = [policy.model], None
     if phase.name == "grpo" and config.grpo.use_value_head:
         hidden_size = policy.model.config.get_text_config().hidden_size
@@ -121,18 +120,8 @@ def train_in_phase(policy: Policy, phase: Phase, config: Config, make_optimizer:
     policy.set_optimizer(optimizer, LambdaLR(optimizer, factor), value_head)
 
 
-def first_reference(policy: Policy, grpo_config, teacher: torch.nn.Module | None) -> Policy:
-    """Return the reference at the start of GRPO: the teacher, else a copy of the policy."""
-    exact = grpo_config.reference_mode == "ema"
-    reference = policy.frozen_copy(exact=exact) if teacher is None else policy.like(teacher)
-    if reference.model is not policy.model:               # as a reference that is only an adapter
-        offloads = grpo_config.reference_offload
-        move(reference.model, torch.device("cpu") if offloads else next(policy.model.parameters()).device)
-    return reference
-
-
 def learning_rate_factor(step: int, *, steps: int, warmup: int, schedule: str) -> float:
-    """Return the learning rate at a step (counted from 0) as a share of its peak. It is never 0."""
+    """Return the learning rate at a step (counted from 0) as a share of its peak: above 0 up to the last."""
     if step < warmup:
         return (step + 1) / warmup
     progress = (step - warmup) / max(1, steps - warmup)

@@ -126,7 +126,7 @@ def resolve(config: Config, objects: Objects) -> Plan:
     if config.training.resume:
         from runs.resume import find_checkpoint           # only for this
 
-        checkpoint = find_checkpoint(config, folder, data.fingerprints)
+        checkpoint = find_checkpoint(config, objects.functions, folder, data.fingerprints)
     model_config = replace(config.model, model_path=str(checkpoint)) if checkpoint else config.model
     tokenizer = prepare_tokenizer(config, model_config, environment, given["reference_path"], notify)
     fit_data(data, tokenizer, config, functions, environment, notify)
@@ -137,10 +137,11 @@ def resolve(config: Config, objects: Objects) -> Plan:
 
 
 def refuse_unused(objects: Objects, config: Config) -> None:
-    """Raise ValueError if a function in place of one of train.py would not be called."""
+    """Raise ValueError if an object would not be used."""
     if objects.advantages and config.grpo.use_value_head:
         raise ValueError("advantages: --use_value_head replaces those of groups; remove one of the two")
-    unused = [name for name in ("advantages", "columns", "loss") if getattr(objects, name)]
+    of_grpo = "advantages", "columns", "loss", "reference"
+    unused = [name for name in of_grpo if getattr(objects, name) is not None]
     if unused and not config.training.use_grpo:
         raise ValueError(f"{unused[0]}: only for GRPO; add --use_grpo")
 
@@ -277,7 +278,7 @@ def validate_grpo_setup(
 
 
 def refuse_other_settings(config: Config, fingerprints: dict[str, str]) -> None:
-    """Raise RunError, on all ranks, if their settings or examples differ."""
+    """Raise RunError, on all ranks, if the settings or examples of ranks differ."""
     settings = config.flags
     for name in "output_dir", "model_path", "dataset", "eval_dataset", "reward_functions", "environment":
         del settings[name]                                # paths may differ between machines

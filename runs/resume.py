@@ -11,8 +11,13 @@ from runs.folder import RunFolder
 from sources.readers import SUFFIXES
 
 
-def find_checkpoint(config: Config, folder: RunFolder, fingerprints: dict[str, str]) -> Path | None:
-    """Return the checkpoint to resume from, if there is one. Raises ValueError if it does not fit."""
+def find_checkpoint(
+    config: Config, functions: list[str], folder: RunFolder, fingerprints: dict[str, str]
+) -> Path | None:
+    """Return the checkpoint to resume from, if there is one. Raises ValueError if it does not fit.
+
+    functions  names of those that were passed to train()
+    """
     checkpoint = on_main(partial(latest_checkpoint, folder.path))
     if not checkpoint and (folder.path / "final").exists():
         raise ValueError(
@@ -20,15 +25,20 @@ def find_checkpoint(config: Config, folder: RunFolder, fingerprints: dict[str, s
     console = folder.console
     console.print(f"resuming {folder.path} from {checkpoint or 'its beginning: there is no checkpoint yet'}")
     if checkpoint:
-        compare_settings(config, checkpoint, console.print, fingerprints)
+        compare_settings(config, functions, checkpoint, console.print, fingerprints)
     return checkpoint
 
 
-def compare_settings(config: Config, checkpoint: Path, notify: Callable, fingerprints: dict) -> None:
+def compare_settings(
+    config: Config, functions: list[str], checkpoint: Path, notify: Callable, fingerprints: dict
+) -> None:
     """Print the changed settings of a resumed run. Raises ValueError if state or data do not fit."""
     state, now = read_state(checkpoint, mmap=True), config.flags
     if "own_functions" not in state:
         raise ValueError(f"{checkpoint}: of an earlier version; start a new run with it as --model_path")
+    for name in {*state["own_functions"]} ^ {*functions}:
+        again = "the run began without one" if name in functions else "pass it to train() again"
+        raise ValueError(f"{name}: {again}")
     saved = {name: value for section in state["settings"].values() for name, value in section.items()}
     for settings in saved, now:
         settings["use_kl_penalty"] = settings["use_kl_penalty"] and settings["kl_penalty_coef"] > 0

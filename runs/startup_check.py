@@ -38,13 +38,13 @@ def check_sampling(
     distribution  settings whose temperature, top_k, ... restrict the samples; None: they are unrestricted
     """
     tokenizer = policy.tokenizer
-    prompts = [encode_prompt(tokenizer, prompt) for prompt in prompts]
-    half = prompts[0][len(prompts[0]) // 2 :]
+    prompt = encode_prompt(tokenizer, prompts[0])
+    half = prompt[len(prompt) // 2 :]
     settings, seeds = short_completions(most_tokens), [(0, 0), (0, 1)]
     if distribution is not None:
         settings = replace(distribution, generation_max_length=settings.generation_max_length)
     with policy.sampler.sampling() if policy.sampler else nullcontext():         # gets the weights first
-        rollout = policy.sample([prompts[0], half], settings, seeds, num_completions=2)
+        rollout = policy.sample([prompt, half], settings, seeds, num_completions=2)
     plain = DevicePolicy(getattr(policy, "network", policy.model), tokenizer)
     if distribution is None:                              # the model's own head does not restrict it
         check_head(plain, rollout)

@@ -22,7 +22,7 @@ from experience import Groups, compute_experience
 from model import byte_tokenizer
 from runs.command_line import parse_config
 from runs.folder import read_jsonl
-from runs.phases import train_in_phase
+from runs.phases import prepare_policy
 from runs.run import Run
 from runs.setup import set_up
 from sample import Rollout, left_pad
@@ -349,13 +349,13 @@ def with_settings(base, architecture="gemma3", **grpo):
     torch.manual_seed(0)
     config = replace(base.config, grpo=replace(base.config.grpo, **grpo))
     policy = make_engine("shared", ARCHITECTURES[architecture]().eval(), base.policy.tokenizer, max_tokens=base.policy.max_tokens)
-    run = replace(base, config=config, policy=policy, progress=replace(base.progress))
+    run = replace(base, plan=replace(base.plan, config=config), policy=policy, progress=replace(base.progress))
     run.batches = Batches(base.plan.data.train_set, 4, 0)
     if run.config.grpo.kl_coef:                           # a reference that differs, or its gradient would vanish
         run.reference = policy.frozen_copy()
         with torch.no_grad():
             run.reference.model.get_output_embeddings().weight.mul_(1.5)
-    train_in_phase(policy, base.phase, config, lambda named: torch.optim.SGD([parameter for _, parameter in named], lr=1.0))
+    prepare_policy(policy, base.phase, config, lambda named: torch.optim.SGD([parameter for _, parameter in named], lr=1.0))
     if policy.value_head is not None:
         torch.nn.init.normal_(policy.value_head.layers[-1].weight)
     return run

@@ -173,7 +173,8 @@ def test_a_new_term_of_the_loss_and_a_new_metric_need_no_edit_but_of_the_loss(ba
         assert differ(both, without + of_term) < 2e-6
         assert [losses["probability"], 10 * losses["length_term"]] == pytest.approx([probability.mean().item()] * 2, rel=1e-5)
         assert losses["total_loss"] == pytest.approx(losses["policy_loss"] + losses["length_term"])
-    run.config = replace(run.config, training=replace(run.config.training, max_grad_norm=1e-9))          # the policy stays as it is
+    training = replace(run.config.training, max_grad_norm=1e-9)                  # the policy stays as it is
+    run.plan = replace(run.plan, config=replace(run.config, training=training))
     metrics, _ = train.grpo_training_step(run, next(run.batches))
     assert metrics["probability"] == pytest.approx(10 * metrics["length_term"])
 

@@ -16,7 +16,7 @@ from transformers import RecurrentGemmaConfig, RecurrentGemmaForCausalLM
 import train
 from analysis import explain
 from config import GRPOConfig, ModelConfig
-from engine import device_policy, devices, make_engine, saves_tokens
+from engine import device_policy, devices, make_engine
 from engine.device_policy import DevicePolicy
 from engine.errors import RunError
 from engine.models import load_any_policy, save_any_policy
@@ -27,6 +27,7 @@ from environments.conversations import sample_with_environment
 from environments.tools import guess_letter
 from experience import Batch
 from policy import Policy
+from runs.engine_choice import saves_tokens
 from runs.setup import set_up
 
 

@@ -27,7 +27,7 @@ from engine.models import load_any_policy, save_any_policy
 from infer import main
 from policy import Policy, RatioError
 from runs.checkpoint import latest_checkpoint
-from runs.errors import STOP, exit_on_errors, stop_on_signal
+from runs.exits import STOP, exit_on_errors, stop_on_signal
 from runs.folder import read_jsonl
 from sample import LogitsError
 
@@ -196,7 +196,7 @@ def test_an_ignored_signal_stays_ignored():
 def test_a_signal_to_one_process_of_several_stops_all(tmp_path):
     """Also to the second one of a tensor-parallel pair, which is not the first of its slice."""
     (tmp_path / "ranks.py").write_text(
-        "import signal\nfrom engine.devices import best_device, process_rank\nfrom runs.errors import stop_on_signal\n"
+        "import signal\nfrom engine.devices import best_device, process_rank\nfrom runs.exits import stop_on_signal\n"
         "best_device('cpu')\nwith stop_on_signal() as stop_requested:\n    before = stop_requested()\n"
         "    if process_rank() == 1:\n        signal.raise_signal(signal.SIGTERM)\n    print(before, stop_requested())\n")
     done = Ranks(2, tmp_path / "ranks.py").wait(60)

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import QUICK, assert_same, experience_of, made_up_rollout, with_settings
+from conftest import QUICK, assert_same, experience_of, made_up_rollout, run_folder, with_settings
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import train
@@ -25,7 +25,7 @@ from engine.models import load_any_policy
 from experience import Groups, compute_experience
 from grpo import compute_group_advantages
 from reward_functions.calling import Reports
-from runs import checkpoint
+from runs import checkpoint, setup
 from runs.command_line import parse_config
 from runs.folder import RunFolder, completion_records, open_tracker, read_jsonl, read_records
 from runs.groups import summarize_groups
@@ -94,6 +94,22 @@ def test_a_folder_has_one_writer_and_is_free_when_that_is_killed(tmp_path):
 
 def folder_of(*flags):
     return RunFolder(parse_config([*map(str, flags), "--report_to", "none"]))
+
+
+def test_a_resumed_run_that_fails_or_is_complete_gives_up_its_lock(tmp_path, monkeypatch):
+    path = run_folder(tmp_path / "run", *"--use_grpo --cold_start_steps 0 --max_steps 1 --eval_limit 0".split())
+    config, plans = parse_config(["--output_dir", str(path), "--resume"]), []
+    assert not setup.set_up(config).folder.lock.is_locked
+
+    def fail(plan):
+        assert plan.folder.lock.is_locked
+        plans.append(plan)
+        raise KeyError
+
+    monkeypatch.setattr(setup, "build_run", fail)
+    with pytest.raises(KeyError):
+        setup.set_up(config)
+    assert not plans[0].folder.lock.is_locked
 
 
 def test_of_two_runs_that_begin_together_the_second_ends(tmp_path):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ctrl_c_after, peaked_reward, run_folder
+from conftest import ctrl_c_after, peaked_reward, quick_config, run_folder
 
 import train
 from config import Config
@@ -15,6 +15,7 @@ from runs import phases
 from runs.checkpoint import latest_checkpoint
 from runs.phases import Phase
 from runs.run import Progress, Run
+from runs.setup import set_up
 
 
 @pytest.mark.parametrize("eval_steps,updates_per_step,resumed_at,expected", [
@@ -57,6 +58,14 @@ def test_a_phase_is_over_at_its_last_step_or_when_its_evaluation_was_good_enough
     """Its steps are those behind step 7; an earlier evaluation does not count."""
     progress = Progress(phase_step=step, step=7 + step, evaluated_at=evaluated_at, accuracy=accuracy)
     assert Phase("cold_start", 3, 1.0, 1, end_accuracy=0.5).is_over(progress) == over
+
+
+def test_between_two_phases_nothing_of_the_optimiser_stays(tmp_path):
+    run = set_up(quick_config(tmp_path / "run", cold_start_steps=1))
+    run.begin_phase()
+    assert run.policy.scheduler and run.batches
+    run.next_phase()
+    assert run.phase.name == "grpo" and run.policy.optimizer is run.policy.scheduler is run.batches is None
 
 
 @pytest.mark.parametrize("schedule,last", [("constant", 1.0), ("linear", 1 / 8), ("cosine", 0.0381)])

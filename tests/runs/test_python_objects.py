@@ -128,7 +128,7 @@ SMALL = GPT2LMHeadModel(GPT2Config(vocab_size=100, n_embd=8, n_layer=1, n_head=1
     (dict(environment=echo), {}, "with --max_turns=1 its messages would not be used"),
     (dict(reward_functions=[]), {}, "name at least one"),
     (dict(reference=SMALL), dict(use_kl_penalty=False), "--reference_path=python:GPT2LMHeadModel: there is no KL penalty that would use it"),
-    (dict(reference=SMALL), dict(use_grpo=False, use_kl_penalty=True), "reference: only GRPO uses it; add use_grpo"),
+    (dict(reference=SMALL), dict(use_grpo=False, use_kl_penalty=True), "reference: only for GRPO; add --use_grpo"),
     (dict(reference=SMALL), dict(use_kl_penalty=True), "reference: it has 100 tokens, the tokenizer 263"),
     (dict(engine=Policy), dict(precision="float16"), "engine: Policy supports neither several processes nor float16; derive it from DevicePolicy"),
     ({}, dict(check=True), "check: is for the command line"),

@@ -129,6 +129,7 @@ def test_signals_at_random_moments(tmp_path, stop, kind):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("error:.*get_last_lr")
 def test_a_phase_that_goes_on_takes_a_new_learning_rate(tmp_path, capsys):
     flags = "--use_grpo --use_kl_penalty true --cold_start_steps 1 --max_steps 5 --eval_limit 0 --learning_rate 1e-3"
     with ctrl_c_after(2):

@@ -79,7 +79,12 @@ def without_prompts(*args, real=shared_engine.pack_groups):
     return batch
 
 
-@pytest.mark.parametrize("fault,words", [(without_prompts, "shared and plain rows differ by at most"), (unshared, "a layer with state")])
+def without_keywords(*args):
+    raise TypeError("forward got an unexpected keyword argument 'token_layout'")          # code that came with a model
+
+
+@pytest.mark.parametrize("fault,words", [
+    (without_prompts, "shared and plain rows differ by at most"), (unshared, "a layer with state"), (without_keywords, "forward got an")])
 def test_prompts_are_not_shared_where_that_is_wrong_and_engine_shared_says_why(model, tokenizer, settings, monkeypatch, fault, words):
     build, notes = partial(build_policy, network_of(model), tokenizer, PROMPTS), []
     assert build(settings)[0].shares_prompts

@@ -54,7 +54,8 @@ def exit_on_errors(
 ):
     """End a program with one line instead of a traceback, if the cause is not a bug in the program.
 
-    stopped  what to do after Ctrl-C
+    mistakes  exceptions that the user can correct
+    stopped   what to do after Ctrl-C
     The exit code is 2 for a mistake of the user, 1 for an error that ends a run, 130 for Ctrl-C.
     """
     try:
