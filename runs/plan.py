@@ -228,7 +228,10 @@ def has_teacher(config: Config) -> bool:
     return bool(config.training.use_grpo and config.grpo.reference_path)
 
 
-def prepare_tokenizer(config: Config, model_config: ModelConfig, environment, reference, notify):
+def prepare_tokenizer(
+    config: Config, model_config: ModelConfig, environment: Callable | None,
+    reference: torch.nn.Module | None, notify: Callable,
+):
     """Load the tokenizer of a run, with what prompts depend on. Raises ValueError if it does not fit."""
     tokenizer = load_any_tokenizer(model_config)
     if has_teacher(config) and reference is None:
