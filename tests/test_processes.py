@@ -129,7 +129,7 @@ def results() -> dict:
         name = f"{make.__name__}, {is_sharded=}"
         found[name] = [gathered.completion_ids, gathered.sampling_logp, gathered.levels]
         for rows in torch.arange(6), torch.tensor([3]):
-            assert len(policy.split(rollout, rows, policy.max_tokens, policy.ranks.num_slices)) % 2 == 1
+            assert len(policy.split(rollout, rows)) % 2 == 1
             logp = policy.log_probs(rollout, rows, reference=reference).computed()
             table = Batch.of_rollout(rollout, torch.ones(6, 1))
             batch = Experience([], table, table.advantages).batch(rows)
@@ -245,7 +245,7 @@ FAILS_ALONE = """
 import json, sys
 from pathlib import Path
 import torch, train
-from engine.devices import Ranks, all_gather_object, best_device, process_rank
+from engine.devices import Ranks, all_gather_object, best_device, on_all_ranks, process_rank
 from config import Config
 from runs import checkpoint, folder as folders
 
