@@ -3,9 +3,8 @@
 
     python 3_clip.py                  # or: python 3_clip.py UPDATES=8 LEARNING_RATE=5e-4 CLIP=99
 
-A model of 0.3 million parameters learns to sort digits, as in 3275=2357: from demonstrations until
-a third of its answers are right, then from rewards alone. P prompts with G completions each are
-B = P * G rows of ids: Tp tokens of a prompt, then T of a completion. logp is a log-probability.
+A model of 0.3 million parameters learns to sort digits, as in 3275=2357. P prompts with G
+completions each are B = P * G rows of ids: Tp tokens of a prompt, then T of a completion.
 """
 
 import random
@@ -34,7 +33,7 @@ def reward(completion, answer):
 
 
 def log_probs(model, ids, cache=None):
-    """Compute the logp of every next token, after each token that the cache does not contain."""
+    """Compute the logp (log-probability) of every next token, after each token not in the cache."""
     mask = ids != PAD
     positions = (mask.cumsum(dim=1) - 1).clamp(min=0)                # of tokens, without padding
     new = slice(cache.get_seq_length() if cache is not None else 0, None)
