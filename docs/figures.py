@@ -267,33 +267,41 @@ def run_losses(path: Path, seeds: int) -> None:
                     file.write(json.dumps(found) + "\n")
 
 
-def plot_seeds(axes, lines: list[dict], value: str, label: str, **style) -> None:
-    """Plot the mean of a value over the seeds, and its range."""
+def values_by_step(lines: list[dict], value: str) -> dict[int, list[float]]:
+    """Return the values of all seeds at each step."""
     steps = sorted({line["step"] for line in lines})
-    values = [[line[value] for line in lines if line["step"] == step] for step in steps]
-    (drawn,) = axes.plot(steps, [sum(v) / len(v) for v in values], label=label, **style)
-    axes.fill_between(steps, [min(v) for v in values], [max(v) for v in values], color=drawn.get_color(), alpha=0.12)
+    return {step: [line[value] for line in lines if line["step"] == step] for step in steps}
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
 
 
 def draw_accuracies(runs: dict[str, list[dict]], name: str) -> None:
-    """Draw the accuracy of runs by name, over their steps."""
+    """Draw the mean accuracy of runs by name over their steps, and beside the last step that of each seed as a dot."""
     figure = Figure(figsize=(5, 2.8), layout="constrained")
     axes = figure.subplots()
-    for run, lines in runs.items():
-        plot_seeds(axes, lines, "accuracy", run)
-    axes.set(xlabel="step", ylabel="held-out accuracy", ylim=(0, 1))
+    for number, (run, lines) in enumerate(runs.items()):
+        found = values_by_step(lines, "accuracy")
+        (drawn,) = axes.plot([*found], [*map(mean, found.values())], label=run)
+        last = max(found)
+        beside = [last * (1.03 + 0.025 * number)] * len(found[last])
+        axes.plot(beside, found[last], "o", color=drawn.get_color(), markersize=3, alpha=0.6)
+    axes.set(xlabel="step", ylabel="held-out accuracy", ylim=(0.3, 1))
     axes.legend(frameon=False, fontsize=7)
     save(figure, name)
 
 
 def draw_hacked(runs: dict[str, list[dict]]) -> None:
-    """Draw reward and accuracy with a reward that can be hacked."""
+    """Draw reward and accuracy with a reward that can be hacked: the mean of the seeds, and their range."""
     figure = Figure(figsize=(5, 2.8), layout="constrained")
     axes = figure.subplots()
     for run, colour, kl in ("hackable reward, BETA=0", RED, "without KL penalty"), ("hackable reward", BLUE, "with KL penalty"):
-        plot_seeds(axes, runs[run], "reward", f"reward {kl}", color=colour, linestyle="--")
-        plot_seeds(axes, runs[run], "accuracy", f"accuracy {kl}", color=colour)
-    axes.set(xlabel="step", ylim=(0, 1.02))
+        for value, line in ("reward", "--"), ("accuracy", "-"):
+            found = values_by_step(runs[run], value)
+            axes.plot([*found], [*map(mean, found.values())], line, color=colour, label=f"{value} {kl}")
+            axes.fill_between([*found], [*map(min, found.values())], [*map(max, found.values())], color=colour, alpha=0.12)
+    axes.set(xlabel="step", ylabel="reward, held-out accuracy", ylim=(0, 1.02))
     axes.legend(frameon=False, fontsize=7)
     save(figure, "hacked")
 

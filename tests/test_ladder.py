@@ -106,7 +106,7 @@ def test_a_program_learns_from_demonstrations_with_the_stop_token_and_takes_two_
 
     def short_warm_up(model, problems, held_out):
         measured.append(program.completion_logp(model, demonstration)[0, :3])
-        shares = iter([0.0, 0.0, 1.0])                    # so it stops after twenty updates
+        shares = iter([0.0] * 10 + [1.0])                 # so it stops after twenty updates
         monkeypatch.setattr(program, "accuracy", lambda *_: next(shares))
         warm_up(model, problems, held_out)
         measured.append(program.completion_logp(model, demonstration)[0, :3])
@@ -117,7 +117,7 @@ def test_a_program_learns_from_demonstrations_with_the_stop_token_and_takes_two_
     program.main()
     assert (measured[1] > measured[0] + 0.1).all(), measured
     lines = capsys.readouterr().out.splitlines()
-    assert [line[:19] for line in lines][:2] == ["after demonstration", "step   1  reward 0."]
+    assert [line[:19] for line in lines] == ["after demonstration", "step   1  reward 0.", "step   2  reward 0."]
 
 
 @pytest.mark.parametrize("file", FILES)

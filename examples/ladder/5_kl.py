@@ -17,7 +17,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 SEED, STEPS, LEARNING_RATE = 0, 100, 3e-4
 P, G, T = 16, 8, 7
 RIGHT, WRONG = 1.0, 0.0                   # rewards
-UPDATES, CLIP = 2, 0.2                    # updates on each rollout; limit of |ratio - 1|
+UPDATES, CLIP = 2, 0.2                    # updates on each rollout; clip interval 1 +- CLIP
 MICRO_BATCH = 32                          # rows in a forward pass
 BETA = 0.1                                # weight of the KL penalty
 VOCABULARY, PAD, EOS = "_.=0123456789", 0, 1         # "_" pads, "." ends a completion
@@ -117,7 +117,7 @@ def warm_up(model, problems, held_out):
     """Make demonstrations more likely, until a third of the held-out answers are right."""
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     while accuracy(model, held_out) < 1 / 3:
-        for _ in range(10):
+        for _ in range(2):
             ids = encode(p + (a + ".").ljust(T, "_") for p, a in random.sample(problems, 128))
             mask = ids[:, -T:] != PAD                     # EOS is trained, padding is not
             (-completion_logp(model, ids) * mask / mask.sum()).sum().backward()
@@ -139,7 +139,7 @@ def main():
     print(f"after demonstrations: accuracy {accuracy(model, held_out):.3f}", flush=True)
     for step in range(1, STEPS + 1):
         line = train_step(model, reference, optimizer, random.sample(problems, P))
-        if step == 1 or step % 20 == 0:
+        if step in (1, STEPS) or step % 20 == 0:
             print(f"step {step:3}  {line}  accuracy {accuracy(model, held_out):.3f}", flush=True)
 
 
