@@ -17,7 +17,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from engine.packing import make_layout, padded_indices, ranges_of
-from engine.prefix_attention import additive_mask, attend_folded, attends_to, forward_packed
+from engine.prefix_attention import (
+    additive_mask, attend_folded, attends_to, first_column, forward_packed,
+)
 from engine.xla import bucket
 
 COLUMNS_AT_ONCE = 32  # on a CPU a step attends to a multiple of this many tokens, elsewhere to all C
@@ -38,7 +40,7 @@ class PrefixCache:
     end: int                    # columns behind this one are not attended to
     last: Tensor                # (B,) index of the token that is forwarded
     place: Tensor               # (B,) of this token, as first_place
-    layer_of: dict              # the layer of the model that caches -> its keys and values
+    layer_of: dict              # keys as a layer computed them -> its cached keys and values
     masks: dict                 # see mask
 
     def __init__(self, model):
@@ -52,7 +54,7 @@ class PrefixCache:
     def add_prompts(self, numbers: list[int], prompts: list[list[int]]) -> Tensor:
         """Forward prompts, concatenated in one row, and cache them. Return the last hidden states (n, width).
 
-        The next call must be compact. n is rounded up on devices that compile every shape.
+        Call compact before the next forward. n is rounded up on devices that compile every shape.
         """
         ranges, device = ranges_of([len(prompt) for prompt in prompts]), self.device
         positions = chain.from_iterable(range(length) for _, length in ranges)
@@ -144,7 +146,7 @@ class PrefixCache:
             pair = self.layer_of[source] = self.layers[len(self.layer_of)]
             for cached, new in zip(pair, (key, value), strict=True):
                 cached.flatten(0, 1).index_copy_(0, self.place, new[:, :, 0])
-        first = max(0, self.width - max(1, window - 1)) if window else 0         # within the window
+        first = first_column(self.width, window)
         keys, values = (x[:, first : self.end].transpose(1, 2) for x in self.layer_of[source])
         query = query[:, :, 0].unflatten(0, (-1, self.siblings)).transpose(1, 2)          # (P, H, S, D)
         mask = self.mask(first, window, query.dtype, folds)

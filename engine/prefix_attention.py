@@ -65,7 +65,7 @@ class TokenLayout:
         outputs = []
         for number, block in enumerate(self.blocks):
             (_, n), m = block.tokens.shape, block.prompts.shape[1]
-            first = max(0, m - max(1, window - 1)) if window else 0              # within the window
+            first = first_column(m, window)
             keys = torch.cat([block.prompts[:, first:], block.tokens], dim=1)
             rows = (
                 x.index_select(0, index.flatten()).unflatten(0, index.shape).transpose(1, 2)
@@ -80,7 +80,7 @@ class TokenLayout:
 
     def mask(self, number: int, first: int, window: int | None, dtype, folds: int = 1) -> Tensor:
         """Return the additive mask of a block from a column on, (b or 1, 1, folds * n, m + n - first)."""
-        key = number, window, dtype, folds
+        key = number, first, window, dtype, folds
         if key not in self.masks:
             block, m = self.blocks[number], self.blocks[number].prompts.shape[1]
             column = torch.arange(m + block.tokens.shape[1], device=self.slots.device)
@@ -103,6 +103,11 @@ def attend_folded(function, module, query, key, value, mask, folds: int) -> Tens
     module = SimpleNamespace(num_key_value_groups=1) if folds > 1 else module
     output, _ = function(module, query, key, value, mask)                        # (b, folds * n, H', D)
     return output.unflatten(1, (folds, n)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+
+
+def first_column(width: int, window: int | None) -> int:
+    """Return the first column of a prompt of this width to which a token behind it attends."""
+    return max(0, width - max(1, window - 1)) if window else 0
 
 
 def attends_to(query: Tensor, key: Tensor, window: int | None) -> Tensor:

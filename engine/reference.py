@@ -1,6 +1,6 @@
 """
-Load the reference of the KL term if it is not a copy of the current policy: the model of --reference_path, a
-model that a caller passes to train(), or the reference in a checkpoint.
+The reference of the KL term: a copy of the policy, the model of --reference_path, a model that is passed to
+train(), or the reference in a checkpoint.
 """
 
 from dataclasses import replace

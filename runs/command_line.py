@@ -129,15 +129,16 @@ def parse_config(argv: list[str]) -> Config:
     """Return the configuration of a command line. Raises ValueError with one line."""
     is_file = argv and not argv[0].startswith("-") and "=" not in Path(argv[0]).name
     words = argv[1:] if is_file else argv
-    flags = vars(build_parser(show_all="--help_all" in words).parse_all(words))
+    flags = vars(build_parser(show_all=bool({"--help_all", "--help-all"} & {*words})).parse_all(words))
     if is_file:
         flags = read_settings(Path(argv[0]), flags) | flags
-    has_rewards, flags = "reward_functions" in flags, complete(flags)
+    default = DEFAULTS["reward_functions"]
+    names, flags = flags.get("reward_functions", default), complete(flags)       # names: not of a profile
     if unknown := [name for name in flags if name not in FLAGS]:                 # in a file
         raise ValueError(explain_unknown(unknown, FLAGS))
     config = Config.of(**flags)
     validate_functions(config.grpo)
-    if has_rewards and not config.training.use_grpo:
+    if names != default and not config.training.use_grpo:
         raise ValueError("--reward_functions: not used in supervised training; add --use_grpo, or remove it")
     return config
 

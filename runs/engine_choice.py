@@ -31,7 +31,7 @@ def build_policy(
     make_policy     in place of --engine, the engine of train(engine=...)
     teacher         None, or another model that is forwarded like the policy
     notify          prints a note if prompts should be shared but cannot be
-    raises          ValueError if sampling or forward passes would be wrong
+    raises          ValueError if sampling or forward passes would be wrong; RatioError for those of vLLM
     """
     plain = DevicePolicy(network, tokenizer, max_tokens=max_tokens)
     teacher_policy = None if teacher is None else plain.like(teacher)

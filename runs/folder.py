@@ -23,7 +23,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import chain, count, groupby
 from pathlib import Path
@@ -42,8 +42,8 @@ RECORDS = "metrics.jsonl", "rollouts.jsonl", "skipped.jsonl", "reward_errors.jso
 class RunFolder:
     """The folder of one run, with its console.
 
-    take() creates and locks the folder; nothing is written before. It is called when this object is created
-    (--resume), before the built-in model is written as the base of an adapter, or when the loop begins.
+    take() creates and locks the folder. It is called when this object is created (--resume), before base/ is
+    written, or when the loop begins; nothing is written earlier.
     """
 
     def __init__(self, config: Config):
@@ -58,12 +58,21 @@ class RunFolder:
             raise ValueError(f"--output_dir={self.path}: {existing} is not a writable folder; name a new one")
         if training.report_to == "wandb" and not importlib.util.find_spec("wandb"):
             raise ValueError("--report_to=wandb: is not installed; pip install it")
-        self.has_name, self.begun = bool(training.output_dir), training.resume
+        self.has_name, self.is_ours = bool(training.output_dir), training.resume
         self.lock = None
         if training.resume and not training.check:        # before a checkpoint is chosen
             self.take()
         self.console = RunConsole(quiet=not is_main())
         self.send = self.close_tracker = None             # see open_tracker
+
+    @contextmanager
+    def closed_on_error(self) -> Iterator[None]:
+        """Close the folder if an error ends the set-up, so that other processes can take it."""
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
 
     def refuse_other_run(self, error: type[Exception]) -> None:
         """Raise the error if the folder of a new run holds a run already."""
@@ -82,7 +91,7 @@ class RunFolder:
         """Create and lock the folder, on one rank. Return its path, which may have changed."""
         if self.lock and self.lock.is_locked:
             return self.path
-        if not (self.has_name or self.begun):
+        if not (self.has_name or self.is_ours):
             self.path = create_numbered(self.path)
         self.path.mkdir(parents=True, exist_ok=True)
         # A single lock per process, so that a notebook can start again after a run that failed.
@@ -93,9 +102,9 @@ class RunFolder:
             raise RunError(
                 f"{self.path}: another process writes to it; wait until it ends, or name another --output_dir"
             ) from None
-        if not self.begun:
+        if not self.is_ours:
             self.refuse_other_run(RunError)
-        self.begun = True
+        self.is_ours = True
         return self.path
 
     def open(self, config: Config, last_step: int, sizes: dict[str, int]) -> None:

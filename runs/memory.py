@@ -64,7 +64,8 @@ def describe_memory(policy: Policy, of_token: float, config: Config) -> str:
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     in_use = memory_in_use(policy.device)
     trained = 4 * model.num_parameters(only_trainable=True)                      # float32
-    has_copy = config.training.use_grpo and grpo_config.kl_coef and not has_adapter(model)
+    elsewhere = grpo_config.reference_path or (grpo_config.reference_offload and policy.device.type != "cpu")
+    has_copy = config.training.use_grpo and grpo_config.kl_coef and not has_adapter(model) and not elsewhere
     copy = weights / (1 if policy.precision == "float32" else 2) if has_copy else 0
     rows = grpo_config.generation_batch_size or config.rollout_size
     vocabulary = len(model.get_output_embeddings().weight)

@@ -71,7 +71,7 @@ class Objects:
             reference_path=self.reference)
 
     @property
-    def functions(self) -> list[str]:
+    def replacing_functions(self) -> list[str]:
         """Return the names of the functions that a resumed run needs again."""
         return [name for name in ("advantages", "columns", "loss", "optimizer") if getattr(self, name)]
 
@@ -118,19 +118,20 @@ def resolve(config: Config, objects: Objects) -> Plan:
     seed_generators(config.training.seed)
     mesh = parse_mesh(config)
     folder = RunFolder(config)
-    notify = folder.console.print
-    config = with_eval_limit(config, device, notify)
-    functions, environment = load_functions(config, given)
-    data = read_data(config, given["dataset"], given["eval_dataset"], notify)
-    checkpoint = None
-    if config.training.resume:
-        from runs.resume import find_checkpoint           # only for this
+    with folder.closed_on_error():
+        notify = folder.console.print
+        config = with_eval_limit(config, device, notify)
+        functions, environment = load_functions(config, given)
+        data = read_data(config, given["dataset"], given["eval_dataset"], notify)
+        checkpoint = None
+        if config.training.resume:
+            from runs.resume import find_checkpoint       # only for this
 
-        checkpoint = find_checkpoint(config, objects.functions, folder, data.fingerprints)
-    model_config = replace(config.model, model_path=str(checkpoint)) if checkpoint else config.model
-    tokenizer = prepare_tokenizer(config, model_config, environment, given["reference_path"], notify)
-    fit_data(data, tokenizer, config, functions, environment, notify)
-    refuse_other_settings(config, data.fingerprints)
+            checkpoint = find_checkpoint(config, objects.replacing_functions, folder, data.fingerprints)
+        model_config = replace(config.model, model_path=str(checkpoint)) if checkpoint else config.model
+        tokenizer = prepare_tokenizer(config, model_config, environment, given["reference_path"], notify)
+        fit_data(data, tokenizer, config, functions, environment, notify)
+        refuse_other_settings(config, data.fingerprints)
     return Plan(
         config, objects, device, mesh, folder, functions, environment, data, tokenizer,
         plan_phases(config, len(data.train_set)), checkpoint, model_config)
@@ -140,7 +141,7 @@ def refuse_unused(objects: Objects, config: Config) -> None:
     """Raise ValueError if an object would not be used."""
     if objects.advantages and config.grpo.use_value_head:
         raise ValueError("advantages: --use_value_head replaces those of groups; remove one of the two")
-    of_grpo = "advantages", "columns", "loss", "reference"
+    of_grpo = "reward_functions", "reference", "advantages", "columns", "loss"
     unused = [name for name in of_grpo if getattr(objects, name) is not None]
     if unused and not config.training.use_grpo:
         raise ValueError(f"{unused[0]}: only for GRPO; add --use_grpo")
@@ -167,7 +168,7 @@ def name_objects(config: Config, given: dict) -> Config:
 
 
 def config_on_device(config: Config, device: torch.device) -> Config:
-    """Return the configuration with this device's precision. Raises ValueError if it is not supported."""
+    """Return the configuration with this device's precision and absolute paths. Raises ValueError."""
     if config.grpo.engine == "vllm":
         from engine.vllm_engine import refuse_engine  # imported for vLLM only
 

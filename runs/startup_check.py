@@ -30,7 +30,8 @@ def short_completions(most_tokens: int) -> GRPOConfig:
 def check_sampling(
     policy: Policy, prompts=("1+1=?",), most_tokens: int = MOST_TOKENS, distribution: GRPOConfig | None = None
 ) -> Rollout:
-    """Raise ValueError if prompts, sampling or log-probabilities would be wrong. Return the test completions.
+    """Raise ValueError if prompts, sampling or log-probabilities would be wrong; of a sampler such as vLLM,
+    RatioError. Return the test completions.
 
     They continue the first prompt, and half of it, which is padded: on the left in sampling, on the right in
     training.

@@ -29,7 +29,7 @@ def test_a_mistyped_flag_of_a_program_is_one_line(program, typed):
 
 
 @pytest.mark.parametrize("program,parse,flag,names", [
-    ("train.py", parse_config, "--help", COMMON), ("train.py", parse_config, "--help_all", set(FLAGS)),
+    ("train.py", parse_config, "--help", COMMON), ("train.py", parse_config, "--help_all", set(FLAGS)), ("train.py", parse_config, "--help-all", set(FLAGS)),
     ("infer.py", partial(parse_infer, description=infer.__doc__), "--help", None),
 ])
 def test_help_begins_with_three_examples_that_parse_and_shows_the_flags(program, parse, flag, names, capsys):
@@ -59,6 +59,13 @@ def test_profile_then_file_then_flags(tmp_path):
     config = parse_config([str(file), "--seed", "6"])
     assert config.training.profile == "demo" and config.grpo.generation_max_length == PROFILES["demo"]["generation_max_length"]
     assert (config.training.batch_size, config.training.seed) == (7, 6) and config.grpo.reward_functions == ["correctness"]
+
+
+@pytest.mark.parametrize("use_grpo", [True, False])
+def test_the_config_of_any_run_is_a_file_of_settings(tmp_path, use_grpo):
+    config = parse_config([*["--use_grpo"] * use_grpo, "--seed", "7"])
+    (tmp_path / "config.json").write_text(json.dumps(config.as_dict()))
+    assert parse_config([str(tmp_path / "config.json")]) == config
 
 
 @pytest.mark.parametrize("weight", ["-5e-05", "-1E3", "-.5", "-2"])

@@ -111,10 +111,10 @@ def test_an_update_of_which_no_row_fits_ends_the_run_in_one_line(tmp_path, monke
     assert latest_checkpoint(tmp_path / "run").name == "step-00000001"
 
 
-@pytest.mark.parametrize("where", ["step", "evaluation"])
-def test_sampling_that_finds_no_memory_samples_fewer_at_once_and_the_same(tmp_path, monkeypatch, capsys, flags, where):
+@pytest.mark.parametrize("where,rows", [("step", 16), ("evaluation", 8)])
+def test_sampling_that_finds_no_memory_samples_fewer_at_once_and_the_same(tmp_path, monkeypatch, capsys, flags, where, rows):
     """It fails when some tokens are drawn."""
-    flags = [*flags, "--max_steps", "2", "--eval_limit", "8"]
+    flags = [*flags, "--max_steps", "2", "--eval_limit", "8", "--generation_batch_size", "64"]
     whole = run_folder(tmp_path / "whole", *flags)
     module, name = (train, "sample_groups") if where == "step" else (analysis.evaluation, "evaluate")
     real, forward, passes = getattr(module, name), PrefixCache.forward, []
@@ -132,8 +132,8 @@ def test_sampling_that_finds_no_memory_samples_fewer_at_once_and_the_same(tmp_pa
 
     monkeypatch.setattr(module, name, fails_in_its_third_pass)
     failed = run_folder(tmp_path / "failed", *flags)
-    assert " ".join(capsys.readouterr().out.split()).count("--generation_batch_size 16 -> 8, trying again") == 1
-    assert saved_setting(failed, "grpo", "generation_batch_size") == 8
+    assert " ".join(capsys.readouterr().out.split()).count(f"--generation_batch_size {rows} -> {rows // 2}, trying again") == 1
+    assert saved_setting(failed, "grpo", "generation_batch_size") == rows // 2
     texts = [[r["completion_ids"] for r in read_jsonl(folder / "rollouts.jsonl")] for folder in (whole, failed)]
     assert texts[0] == texts[1] and len(texts[0]) == 2 * 16
 

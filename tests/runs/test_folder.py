@@ -10,12 +10,14 @@ import signal
 import subprocess
 import sys
 import tracemalloc
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import QUICK, assert_same, experience_of, made_up_rollout, run_folder, with_settings
+from filelock import FileLock, Timeout
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import train
@@ -25,10 +27,11 @@ from engine.models import load_any_policy
 from experience import Groups, compute_experience
 from grpo import compute_group_advantages
 from reward_functions.calling import Reports
-from runs import checkpoint, setup
+from runs import checkpoint
 from runs.command_line import parse_config
 from runs.folder import RunFolder, completion_records, open_tracker, read_jsonl, read_records
 from runs.groups import summarize_groups
+from runs.setup import set_up
 
 
 def test_the_run_folder_holds_what_it_promises(finished):
@@ -96,20 +99,22 @@ def folder_of(*flags):
     return RunFolder(parse_config([*map(str, flags), "--report_to", "none"]))
 
 
-def test_a_resumed_run_that_fails_or_is_complete_gives_up_its_lock(tmp_path, monkeypatch):
+@pytest.mark.parametrize("fails", [None, "runs.plan.read_data", "runs.setup.build_run"])
+def test_a_resumed_run_that_is_complete_or_fails_gives_up_its_lock(tmp_path, monkeypatch, fails):
     path = run_folder(tmp_path / "run", *"--use_grpo --cold_start_steps 0 --max_steps 1 --eval_limit 0".split())
-    config, plans = parse_config(["--output_dir", str(path), "--resume"]), []
-    assert not setup.set_up(config).folder.lock.is_locked
+    config = parse_config(["--output_dir", str(path), "--resume"])
 
-    def fail(plan):
-        assert plan.folder.lock.is_locked
-        plans.append(plan)
+    def fail(*args):
+        with pytest.raises(Timeout), FileLock(path / "lock", blocking=False):
+            pass
         raise KeyError
 
-    monkeypatch.setattr(setup, "build_run", fail)
-    with pytest.raises(KeyError):
-        setup.set_up(config)
-    assert not plans[0].folder.lock.is_locked
+    if fails:
+        monkeypatch.setattr(fails, fail)
+    with pytest.raises(KeyError) if fails else nullcontext() as error:           # whose traceback holds the folder
+        set_up(config)
+    with FileLock(path / "lock", blocking=False):
+        assert error or not fails
 
 
 def test_of_two_runs_that_begin_together_the_second_ends(tmp_path):

@@ -44,6 +44,8 @@ def test_the_parts_of_the_memory_are_those_in_use_optimiser_copy_activations_and
     assert describe_memory(policy, of_token, config) == (
         f"memory: at least {4 + 12 + 4 + 1 + logits:.1f} GB (in use now 4.0, gradients and optimiser 12.0, reference 4.0, "
         f"activations of 100 tokens 1.0, logits of 8 completions x 263 tokens {logits:.1f})")
+    teacher = Config.of(**config.flags | {"reference_path": "a teacher, which is in use already"})
+    assert "reference" not in describe_memory(policy, of_token, teacher)
     model.requires_grad_(False)
     without = Config.of(use_grpo=True, batch_size=2000, num_completions_per_prompt=4)
     assert describe_memory(policy, 0.0, without).endswith(f" (in use now 4.0, logits of 8000 completions x 263 tokens {1000 * logits:.1f})")
