@@ -2,8 +2,8 @@
 The key-value cache of sampling: static rows [prompt | tokens of siblings]. The new tokens of a row's siblings
 attend to this row together, each to the prompt and its own tokens, by the model's own attention function.
 
-A long prompt has one row for many siblings, a short prompt one row for each sibling: siblings do not attend
-to each other, so their columns may not outnumber the prompt's. Prompts are right-aligned. Column W + t*S + s
+A long prompt has one row for many siblings. A short one has a row for each, because the row of a sibling also
+holds the columns of the others, to which it does not attend. Prompts are right-aligned. Column W + t*S + s
 of a row holds token t of its sibling s, so positions alone define the mask, and forwarding a last token again
 changes nothing. All shapes and addresses stay the same between two calls of compact.
 Shapes: P rows of W columns for a prompt, and for S siblings with C tokens each; B = P * S completions; K key

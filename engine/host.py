@@ -57,7 +57,7 @@ class IdleCores:
         self.threads, self.busy, self.before = torch.get_num_threads(), 0, used_seconds()
 
     def choose_threads(self, notify: Callable) -> None:
-        """Choose by the work of other processes since the last call. OMP_NUM_THREADS fixes the number."""
+        """Choose the number from the work of others since the last call. OMP_NUM_THREADS fixes it."""
         if "OMP_NUM_THREADS" in os.environ or time.monotonic() - self.before[0] < 0.3:
             return
         now, cores = used_seconds(), len(own_cores())

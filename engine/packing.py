@@ -53,7 +53,7 @@ def pack_groups(rollout, rows: Tensor, device: torch.device = CPU) -> PackedBatc
         # A token is predicted by the one before it, the first one by the last token of the prompt.
         predictor[index, :n] = torch.arange(start - 1, start - 1 + n)
         predictor[index, 0] = first + m - 1
-    end = sum(ranges[-1])
+    end = sum(map(len, pieces))
     padding = (0, bucket(end, device) - end)
     ids, positions = (pad(torch.cat(x), padding)[None] for x in (pieces, positions))
     return PackedBatch(ids, positions, make_layout(list(range_of.values()), pairs, device), predictor)
@@ -78,7 +78,7 @@ def make_layout(prompts: list[Range], completions: list[tuple[Range, Range]], de
                 blocks.append([])
                 longest = length
             blocks[-1].append(row)
-    size = max(sum(own) for block in blocks for _, own in block)
+    size = max(start + length for block in blocks for _, (start, length) in block)
     tensors, slots, held = [], torch.zeros(bucket(size, device), dtype=torch.long), 0
     for block in blocks:
         block += block[-1:] * (bucket(len(block), device) - len(block))

@@ -22,8 +22,8 @@ from engine.xla import bucket, cut_graph
 from logprobs import compute_logits, distribution_of, restrict_logits
 from sample import Rollout, make_rollout, sampling_mode, stop_token_ids, uniform_streams
 
-# The initial capacity of the cache in tokens per completion, and the share of active rows below which ended
-# rows are dropped. Both changes of shape make XLA compile another program and CUDA record another graph.
+# How many tokens of each completion the cache holds at first, and the share of active rows at which ended rows
+# are dropped. Both changes of shape make XLA compile another program and CUDA record another graph.
 INITIAL_CAPACITY = defaultdict(lambda: 32, cuda=256)
 COMPACT_BELOW = defaultdict(lambda: 0.75, xla=0.5, cuda=0.5)
 TOKENS_BETWEEN_CHECKS = defaultdict(lambda: 8, cpu=1)    # each check for ended rows waits for the device

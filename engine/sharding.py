@@ -129,7 +129,7 @@ def gathered_weights(model):
 
 
 def reshard(model) -> None:
-    """Free gathered weights. Needed before weights change, or the next pass would use the old ones."""
+    """Free gathered weights. Call before weights change, or the next pass uses the old ones."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
