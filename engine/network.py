@@ -2,7 +2,7 @@
 A network: a model of transformers, its precision, how it is sharded, and the adapter of a reference.
 
 Layers compute in 16 bits under autocast, and frozen weights are stored in 16 bits; trained weights,
-embeddings, norms and the head are float32. The module enters autocast itself, because code that has no Network
+embeddings, norms and the head are float32. The module enters autocast itself, because code without a Network
 calls it too: sample.py, the generate of transformers, and those to whom train() returns the model. So these
 functions replace methods of the module: set_precision its base_model.forward, recompute_activations
 layer.forward; and sharding.shard adds as_forward_pass.

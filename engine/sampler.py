@@ -22,7 +22,7 @@ from engine.xla import bucket, cut_graph
 from logprobs import compute_logits, distribution_of, restrict_logits
 from sample import Rollout, make_rollout, sampling_mode, stop_token_ids, uniform_streams
 
-# How many tokens of each completion the cache holds at first, and the share of active rows at which ended rows
+# How many tokens of a completion the cache holds at first, and the share of active rows at which ended rows
 # are dropped. Both changes of shape make XLA compile another program and CUDA record another graph.
 INITIAL_CAPACITY = defaultdict(lambda: 32, cuda=256)
 COMPACT_BELOW = defaultdict(lambda: 0.75, xla=0.5, cuda=0.5)
