@@ -410,18 +410,15 @@ def expectation(estimator, corrected):
     return penalty, gradient, forward, *(torch.autograd.grad(kl, logits, retain_graph=True)[0] for kl in (forward, backward))
 
 
-@pytest.mark.parametrize(
-    "estimator,corrected,unbiased,gradient_of",
-    [
-        ("k1", False, True, "nothing"),
-        ("k2", False, False, "KL(policy || reference)"),
-        ("k3", False, True, "KL(reference || policy)"),
-        ("k1", True, True, "KL(policy || reference)"),
-        ("k3", True, True, "KL(policy || reference)"),
-        ("k2", True, False, "neither"),
-        ("k3", "detached", True, "KL(reference || policy)"),     # without its gradient the ratio corrects nothing
-    ],
-)
+@pytest.mark.parametrize("estimator,corrected,unbiased,gradient_of", [
+    ("k1", False, True, "nothing"),
+    ("k2", False, False, "KL(policy || reference)"),
+    ("k3", False, True, "KL(reference || policy)"),
+    ("k1", True, True, "KL(policy || reference)"),
+    ("k3", True, True, "KL(policy || reference)"),
+    ("k2", True, False, "neither"),
+    ("k3", "detached", True, "KL(reference || policy)"),     # without its gradient the ratio corrects nothing
+])
 def test_which_kl_estimator_has_which_value_and_gradient(estimator, corrected, unbiased, gradient_of):
     penalty, gradient, kl, forward, backward = expectation(estimator, corrected)
     assert (abs(penalty - kl) < 1e-12) == unbiased

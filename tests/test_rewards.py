@@ -31,44 +31,38 @@ NAN = math.nan
 GOLD = "<reasoning>7+5=12 4+8+1=13</reasoning><answer>132</answer>"
 
 
-@pytest.mark.parametrize(
-    "text,truth,points",
-    [
-        (GOLD, "132", 1.0),
-        ("a <answer> 132 </answer> b", "132", 1.0),
-        ("</answer>132<answer>", "132", 0.0), ("so \\boxed{132}", "132", 1.0), ("<think>\\boxed{132}", "132", 0.0),
-        ("<answer><answer>132</answer></answer>", "132", 0.0),
-        ("<answer>131</answer><answer>132</answer>", "132", 0.0),
-        ("<answer>$132.</answer>", "132", 1.0), ("<answer>$ 132</answer>", "132", 1.0), ("<answer>132 €</answer>", "132", 1.0),
-        ("", "132", 0.0),
-        (GOLD, None, None),
-        ("<answer></answer>", "", None),
-        ("<answer>nan</answer>", "NaN", 1.0),             # as text; as a number it would not even equal itself
-        ("<answer>nan</answer>", math.nan, None),
-        ("<answer>nan</answer>", "nan", None),            # what data.py makes of the number
-        ("<answer>nan</answer>", [math.nan, "132"], 0.0),
-        ("<answer>1e400</answer>", "inf", 0.0),
-        ([{"role": "assistant", "content": GOLD}], "132", 1.0),
-    ],
-)
+@pytest.mark.parametrize("text,truth,points", [
+    (GOLD, "132", 1.0),
+    ("a <answer> 132 </answer> b", "132", 1.0),
+    ("</answer>132<answer>", "132", 0.0), ("so \\boxed{132}", "132", 1.0), ("<think>\\boxed{132}", "132", 0.0),
+    ("<answer><answer>132</answer></answer>", "132", 0.0),
+    ("<answer>131</answer><answer>132</answer>", "132", 0.0),
+    ("<answer>$132.</answer>", "132", 1.0), ("<answer>$ 132</answer>", "132", 1.0), ("<answer>132 €</answer>", "132", 1.0),
+    ("", "132", 0.0),
+    (GOLD, None, None),
+    ("<answer></answer>", "", None),
+    ("<answer>nan</answer>", "NaN", 1.0),             # as text; as a number it would not even equal itself
+    ("<answer>nan</answer>", math.nan, None),
+    ("<answer>nan</answer>", "nan", None),            # what data.py makes of the number
+    ("<answer>nan</answer>", [math.nan, "132"], 0.0),
+    ("<answer>1e400</answer>", "inf", 0.0),
+    ([{"role": "assistant", "content": GOLD}], "132", 1.0),
+])
 def test_correctness(text, truth, points):
     assert rewards.correctness([text], answer=[truth]) == [points]
 
 
-@pytest.mark.parametrize(
-    "text,points",
-    [
-        (GOLD, 1.0),
-        (GOLD + " and so on", 0.8),
-        ("<reasoning></reasoning><answer>1</answer>", 0.8),
-        ("<reasoning>x</reasoning><answer> </answer>", 0.8),
-        ("<answer>1</answer><reasoning>x</reasoning>", 0.4),
-        ("<answer>1</answer>", 0.2),
-        ("<reasoning>" * 3, 0.0),
-        ("</reasoning>x<reasoning></answer>1<answer>", 0.0),
-        ("<reasoning>x</reasoning><answer>" * 2000, 0.0),          # in no time
-    ],
-)
+@pytest.mark.parametrize("text,points", [
+    (GOLD, 1.0),
+    (GOLD + " and so on", 0.8),
+    ("<reasoning></reasoning><answer>1</answer>", 0.8),
+    ("<reasoning>x</reasoning><answer> </answer>", 0.8),
+    ("<answer>1</answer><reasoning>x</reasoning>", 0.4),
+    ("<answer>1</answer>", 0.2),
+    ("<reasoning>" * 3, 0.0),
+    ("</reasoning>x<reasoning></answer>1<answer>", 0.0),
+    ("<reasoning>x</reasoning><answer>" * 2000, 0.0),          # in no time
+])
 def test_reasoning_coherence(text, points):
     assert rewards.reasoning_coherence([text]) == pytest.approx([points])
 

@@ -51,29 +51,26 @@ def test_at_least_one_way_is_tested():
     assert AVAILABLE
 
 
-@pytest.mark.parametrize(
-    "code,ok,stdout,reason",
-    [
-        ("print(1 + 1)", True, "2\n", ""),
-        ("", True, "", ""),
-        ("import sys; sys.exit()", True, "", ""),
-        ("import sys; sys.exit(3)", False, "", "exit code 3"),
-        ("import sys; sys.exit('no')", False, "", "exit code 1"),
-        ("1 / 0", False, "", "exit code 1"),
-        ("def", False, "", "exit code 1"),
-        ("print('\\ud800')", False, "", "exit code 1"),
-        ("a = 'x' * 10**9", False, "", "memory"),
-        ("while True: pass", False, "", "time"),
-        ("import time; time.sleep(99)", False, "", "time"),
-        ("print('x' * 10**6)", False, "x" * OUTPUT_BYTES, "output"),
-        ("import ctypes; ctypes.string_at(0)", False, "", "SIGSEGV"),
-        ("import os; print({*os.environ} - {'LC_CTYPE', 'PWD'})", True, "set()\n", ""),
-        ("import dataclasses\n@dataclasses.dataclass\nclass A:\n    x: int = 1\nprint(A())", True, "A(x=1)\n", ""),
-        ("import sys; print(sys.stdin.read() == '', __name__)", True, "True __main__\n", ""),
-        ("from resource import *; print(*map(getrlimit, [RLIMIT_CPU, RLIMIT_CORE, RLIMIT_MEMLOCK]))", True,
-         "(10, 10) (0, 0) (0, 0)\n", ""),
-    ],
-)
+@pytest.mark.parametrize("code,ok,stdout,reason", [
+    ("print(1 + 1)", True, "2\n", ""),
+    ("", True, "", ""),
+    ("import sys; sys.exit()", True, "", ""),
+    ("import sys; sys.exit(3)", False, "", "exit code 3"),
+    ("import sys; sys.exit('no')", False, "", "exit code 1"),
+    ("1 / 0", False, "", "exit code 1"),
+    ("def", False, "", "exit code 1"),
+    ("print('\\ud800')", False, "", "exit code 1"),
+    ("a = 'x' * 10**9", False, "", "memory"),
+    ("while True: pass", False, "", "time"),
+    ("import time; time.sleep(99)", False, "", "time"),
+    ("print('x' * 10**6)", False, "x" * OUTPUT_BYTES, "output"),
+    ("import ctypes; ctypes.string_at(0)", False, "", "SIGSEGV"),
+    ("import os; print({*os.environ} - {'LC_CTYPE', 'PWD'})", True, "set()\n", ""),
+    ("import dataclasses\n@dataclasses.dataclass\nclass A:\n    x: int = 1\nprint(A())", True, "A(x=1)\n", ""),
+    ("import sys; print(sys.stdin.read() == '', __name__)", True, "True __main__\n", ""),
+    ("from resource import *; print(*map(getrlimit, [RLIMIT_CPU, RLIMIT_CORE, RLIMIT_MEMLOCK]))", True,
+     "(10, 10) (0, 0) (0, 0)\n", ""),
+])
 def test_a_program_runs_and_what_became_of_it_is_said(method, code, ok, stdout, reason):
     result = run_python(code, timeout_s=0.5 if reason == "time" else 10)
     assert (result.ok, result.stdout, result.reason) == (ok, stdout, reason), result
