@@ -139,9 +139,6 @@ def test_addition_problems_lists_and_json_lines_are_examples(tmp_path):
     assert data.load_examples(write_lines(tmp_path / "data.jsonl", [{"prompt": "p"}] * 2), limit=1) == [{"prompt": "p"}]
 
 
-# ---- columns -----------------------------------------------------------------------------------------------------------
-
-
 def test_columns_have_usual_names_or_are_named():
     row = {"frage": "q", "prompt": "not this", "solution": "because", "gold": 7, "a.b": 1, "a": {"b": {"c": [7]}}}
 
@@ -208,9 +205,6 @@ def test_the_order_depends_on_seed_and_position_alone():
         batches = Batches(list(range(7)), batch_size=3, seed=seed)
         batches.position = 12                             # the whole state
         assert [e for _ in range(3) for e in next(batches)] == list(as_it_always_was(seed))[12:]
-
-
-# ---- tokens ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

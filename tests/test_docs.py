@@ -143,9 +143,6 @@ def test_the_page_on_the_algorithm_has_a_row_for_every_variant():
     assert shown == {name: loss.aggregation for name, loss in LOSSES.items()}
 
 
-# ---- Python in the pages -------------------------------------------------------------------------------------------
-
-
 def blocks(page, kind="python[^\n]*"):
     """The code of a page's blocks, each behind as many empty lines as it has above it, for the line numbers of errors."""
     text = page.read_text()
@@ -205,37 +202,16 @@ def test_the_functions_of_the_readme_do_what_it_says(monkeypatch, tmp_path):
 OWN_TASK = (ROOT / "docs/your-own-task.md").read_text()
 FILES = dict(re.findall(r"```python\n# (\S+)\n(.*?)```", OWN_TASK, flags=re.DOTALL))
 COMMANDS = re.findall(r"^ {4}python (\S+) ?(.*)$", OWN_TASK.replace("\\\n        ", ""), flags=re.MULTILINE)
-# Several turns, as the page says: the environment and the conversations are those of the task's file.
-FILES["turns.py"] = '''
-import sorting
-from rewards import extract_answer
+# Several turns, as the page says: the environment is in the task's file.
+FILES["turns.py"] = """
+from sorting import examples
 
-SETTINGS = {
-    "environment": "turns.py:backwards",
-    "max_turns": 2,
-    "reward_functions": ["environment", "correctness"],
-    "reward_weights": [1, 0],
-    "profile": "demo",
-    "model_path": "outputs/words/final",
-    "generation_max_length": 30,
-    "num_epochs": 0.6,
-    "eval_limit": 256,
-}
+SETTINGS = {"environment": "turns.py:again", "max_turns": 2, "reward_functions": ["environment"], "profile": "demo"}
 
 
-def examples(split):
-    for row in sorting.examples(split):
-        second = f"<answer>{row['answer'][::-1]}</answer>"
-        texts = [("assistant", row["completion"]), ("user", "backwards"), ("assistant", second)]
-        messages = [{"role": role, "content": text} for role, text in texts]
-        yield row | {"answer": row["answer"][::-1], "completion": messages}
-
-
-def backwards(conversation, answer):
-    first = len([message for message in conversation if message["role"] == "assistant"]) == 1
-    right = extract_answer(conversation[-1]["content"]) == (answer[::-1] if first else answer)
-    return ("backwards" if first else None), 0.5 * right
-'''
+def again(conversation):
+    return "again", 0.5
+"""
 COMMANDS.append(("train.py", "--task turns.py --output_dir outputs/turns"))
 FEWER = "--max_steps 2 --cold_start_steps 2 --batch_size 4 --eval_limit 4 --report_to none"
 

@@ -83,8 +83,6 @@ def test_a_usual_mistake_is_noticed_and_named(name, said, wrong):
         run(name, wrong)
 
 
-# ---- the notebook --------------------------------------------------------------------------------------------------
-
 NOTEBOOK = ROOT / "docs/notebook.ipynb"
 CELLS = ["".join(cell["source"]) for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
 TO_WRITE = [cell for cell in CELLS if "    ...\n" in cell]

@@ -66,9 +66,6 @@ def test_the_next_step_of_a_run_is_explained_and_a_finished_one_is_not(tmp_path,
     assert before == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
 
 
-# ---- by hand --------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def tables(monkeypatch):
     """Collect the printed tables: {number in the title: (head, rows)}."""

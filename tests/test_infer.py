@@ -36,9 +36,6 @@ def script_tokens(monkeypatch, tokenizer, *turns):
     monkeypatch.setattr(infer, "build_policy", lambda network, tokenizer, *_, **others: (Policy(network.module, tokenizer), None))
 
 
-# ---- one question ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("environment", [[], ["--environment", "calculator", "--max_turns", "2"]])
 def test_control_characters_are_shown_as_escapes_and_kept_in_files(folder, tokenizer, tmp_path, capsys, monkeypatch, environment):
     answer, shown = "\x1b]0;owned\x07\x1b [2J\r\x9b\x7f\u202e \u2066é", r"\x1b]0;owned\x07\x1b [2J\r\x9b\x7f\u202e \u2066é"
@@ -81,8 +78,6 @@ def test_a_model_that_only_answers_is_frozen_and_stored_in_the_precision_it_comp
     assert [model.model.layers[0].mlp.up_proj.weight.dtype for model in models] == [torch.float32, torch.bfloat16]
     assert not any(parameter.requires_grad for model in models for parameter in model.parameters())
 
-
-# ---- an evaluation --------------------------------------------------------------------------------------------------
 
 MINE = '''
 def length(completions, **columns):
@@ -247,9 +242,6 @@ def test_an_answer_form_that_no_completion_has_is_mentioned(folder, scripted, ca
         scripted[:] = [text]
         infer.main(["--model_path", folder, *SUMS])
         assert ("no completion has an <answer>...</answer> or a \\boxed{}: request it" in capsys.readouterr().err) == noted
-
-
-# ---- mistakes and defaults ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("flags,message", [

@@ -44,9 +44,6 @@ def test_the_hard_assertions_hold_under_python_O(tmp_path, monkeypatch):
             optimized.grpo_training_step(run, next(run.batches))
 
 
-# ---- one step ------------------------------------------------------------------------------------------------------
-
-
 def test_a_supervised_step_has_the_gradient_of_the_models_own_cross_entropy(tmp_path, monkeypatch):
     run = start_run(tmp_path, "--max_tokens_per_forward", "60")                  # several micro-batches
     examples, model, tokenizer = next(run.batches), run.policy.model, run.policy.tokenizer

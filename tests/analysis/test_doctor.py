@@ -133,8 +133,6 @@ def test_a_small_loss_of_reward_is_no_collapse():
         assert ("a higher --kl_penalty_coef" in findings(lines, **flags)["collapse"]) == flags["use_kl_penalty"]
 
 
-# ---- first contact ---------------------------------------------------------------------------------------------------
-
 NONE = {"truncated": 0.0, "zero_variance_groups": 1.0, "zero_variance_right_groups": 0.0}
 
 

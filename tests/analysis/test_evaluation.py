@@ -69,9 +69,6 @@ def test_the_estimates_by_hand():
     assert unknown == {"reward/correctness": {"mean": None, "low": None, "high": None, "problems": 0}}
 
 
-# ---- intervals ------------------------------------------------------------------------------------------------------
-
-
 def test_the_interval_of_rewards_is_normal_over_problems_not_over_completions():
     rewards = [[1.0, 3.0], [-5.0, -6.0], [4.0, 4.0], [0.5, -0.5], [2.0, 8.0], [0.0, 1.0], [7.0, -9.0], [3.0, 3.0]]
     means = [statistics.mean(row) for row in rewards]
@@ -118,9 +115,6 @@ def test_each_source_has_an_accuracy_with_its_own_share_cut():
     for sources in ["a"] * 21, [*range(21)]:              # one, or too many
         found = estimate_all(problems_of({"correctness": [[1.0]] * 21}, source=sources))
         assert not any("accuracy/" in name for name in found)
-
-
-# ---- in training ----------------------------------------------------------------------------------------------------
 
 
 def test_the_metrics_of_an_evaluation(folder, monkeypatch, settings):

@@ -200,9 +200,6 @@ def test_tokens_have_their_text_with_the_space_they_begin_with(tmp_path):
     assert "".join(report.token_text(tokenizer, token) for token in (0, 1, 2, 4)) == " the cats ."
 
 
-# ---- what is not trusted --------------------------------------------------------------------------------------------
-
-
 def test_no_text_of_a_model_becomes_part_of_the_page(tmp_path):
     harmless = Page(write_report(fake_run(tmp_path / "harmless")))
     assert not {"script", "link", "iframe"} & {tag for tag, _ in harmless.kinds}
@@ -256,9 +253,6 @@ def test_a_folder_without_a_valid_run_is_rejected_in_one_line(tmp_path, break_it
     with pytest.raises(ValueError, match=message) as error:
         infer.main(["--report", str(folder)])
     assert "\n" not in str(error.value) and not (folder / "report.html").exists()
-
-
-# ---- several runs ---------------------------------------------------------------------------------------------------
 
 
 def run_of(folder, *evaluations, flags=()):

@@ -321,9 +321,6 @@ def test_the_text_of_reset_counts_as_a_part_of_the_prompt(model, tokenizer, sett
         sample(23)
 
 
-# ---- functions as environments -------------------------------------------------------------------------------------
-
-
 def test_an_environment_gets_the_columns_it_asks_for():
     examples = [{"prompt": "p", "completion": "c", "topic": "t", "answer": "3"}, {"prompt": "q", "answer": "4"}]
     (first, second) = responders(lambda conversation, topic: (conversation, topic), examples)

@@ -37,9 +37,6 @@ def score(function, *texts, examples=EXAMPLES, **options):
     return total.tolist()
 
 
-# ---- what is passed ------------------------------------------------------------------------------------------
-
-
 OF_TRL = """
 from trl.rewards import accuracy_reward, reasoning_accuracy_reward, think_format_reward
 from trl.rewards import get_cosine_scaled_reward, get_repetition_penalty_reward, get_soft_overlong_punishment
@@ -157,9 +154,6 @@ def test_trainer_state_counts_the_steps_of_grpo(tmp_path):
     assert run.trainer_state.global_step == 0, "not the steps of the cold start"
 
 
-# ---- what is returned and logged -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("points,returned", [
     (None, "None; return a list with one number (or None) for each of the 4 completions"),
     ([{"a": 1.0}] * 4, "None; return a list"),
@@ -184,10 +178,6 @@ def test_what_is_no_list_of_points_is_shown(points, returned):
 
 @pytest.mark.parametrize("kind", [list, tuple, torch.tensor, lambda points: torch.tensor(points).numpy()])
 def test_points_may_be_a_list_a_tuple_a_tensor_or_an_array(kind):
-    total, _ = call_and_score(
-        [lambda completions, **columns: kind([1.0, 2.0, 3.0, math.nan])], [1.0], rollout_of("a", "b", "c", "d"), EXAMPLES
-    )
-    assert total[0].tolist() == [1.0, 2.0] and total[1, 0] == 3.0 and total[1, 1].isnan()
     functions = [length, lambda completions, **columns: kind([1.0, 2.0, math.nan, math.nan])]
     total, _ = call_and_score(functions, [1.0, 1.0], rollout_of("a", "b", "c", "d"), EXAMPLES)
     assert total.tolist() == [[2.0, 3.0], [1.0, 1.0]], "NaN is None: for all siblings, the function does not apply"
@@ -232,9 +222,6 @@ def test_logged_values_reach_metrics_and_records_of_a_step_and_an_evaluation(tmp
     records = read_jsonl(run.folder.path / "rollouts.jsonl")
     for i, record in enumerate(records):
         assert record["extra"] == {"first": record["completion"][:1], "tensor": i, "object": "{1}"}
-
-
-# ---- functions that fail -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("error", ["SystemExit(0)", "asyncio.CancelledError()"])

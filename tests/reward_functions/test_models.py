@@ -89,9 +89,6 @@ def test_a_classifier_with_labels_gives_a_probability(tmp_path):
     assert sum(points) == pytest.approx(1) and all(0 < p < 1 for p in points)
 
 
-# ---- the judge -----------------------------------------------------------------------------------------------------
-
-
 def chat(text):
     return httpx2.Response(200, json={"choices": [{"message": {"role": "assistant", "content": text}}]})
 

@@ -139,8 +139,6 @@ def test_the_program_in_a_completion():
     assert [(row, reward) for row, reward in zip(PROGRAMS, found) if reward != row[1]] == []
 
 
-# ---- answers -------------------------------------------------------------------------------------------------------
-
 SPELLINGS = json.loads((Path(__file__).parent / "spellings.json").read_text(encoding="utf-8"))
 
 

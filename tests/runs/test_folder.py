@@ -70,8 +70,6 @@ def test_every_metric_is_in_the_glossary(finished):
         assert f"`{name}`" in of_completions, name
 
 
-# ---- one writer -----------------------------------------------------------------------------------------------------
-
 HOLD = "import sys, time; from filelock import FileLock; lock = FileLock(sys.argv[1]); lock.acquire(); print('locked', flush=True); time.sleep(60)"
 
 
@@ -116,9 +114,6 @@ def test_runs_without_a_name_that_begin_in_the_same_second_take_two_folders(tmp_
         folder.open(Config.of(report_to="none"), 0, {})
     assert [str(folder.path) for folder in folders] == ["outputs/now", "outputs/now-2"]
     assert {path.name for path in (tmp_path / "outputs").glob("*/config.json")} and all(folder.lock.is_locked for folder in folders)
-
-
-# ---- records --------------------------------------------------------------------------------------------------------
 
 
 def test_advantages_of_a_group_sum_to_0_in_its_records_with_importance_weights_too(base):
@@ -186,8 +181,6 @@ def test_groups_that_are_tied_and_all_right_are_counted(base):
     assert math.isnan(unknown["zero_variance_right_groups"]) and math.isnan(unknown["correct"])
 
 
-# ---- trackers -------------------------------------------------------------------------------------------------------
-
 RUN = [*QUICK, "--use_grpo", "--cold_start_steps", "1", "--max_steps", "2", "--log_rollouts_every", "1", "--report_to"]
 
 
@@ -234,8 +227,6 @@ def test_records_are_written_together_or_not_at_all(tmp_path):
         RunFolder.append(folder, "rollouts.jsonl", 2, "grpo", [{"a": 1}, {"a": {(1, 2): 3}}])
     assert (tmp_path / "rollouts.jsonl").read_text() == before and before.count("\n") == 2
 
-
-# ---- checkpoints: nothing is lost by kills, full disks and damaged files -------------------------------------------------
 
 STATE = {"progress": {"step": 1}, "settings": {}, "versions": {}}
 

@@ -119,9 +119,6 @@ def test_a_run_checks_every_row_before_it_trains(tmp_path, row, words):
             "--generation_max_length", "8")
 
 
-# ---- the tokenizer is the file's -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name",
     ["GPT2Tokenizer", "Qwen2Tokenizer", "LlamaTokenizer", "PreTrainedTokenizerFast", "TokenizersBackend", None])
 @pytest.mark.parametrize("split", ["bytes", "digits"])
