@@ -264,7 +264,6 @@ def test_an_answer_form_that_no_completion_has_is_mentioned(folder, scripted, ca
     ("--evaluate {tmp}/bare.jsonl --split train", "--split=train: all rows of a file or list are used"),
     ("--evaluate {tmp}/bare.jsonl --environment {tmp}/mine.py:respond --max_turns 2 --json x", "mine.py:respond: needs the column level"),
     ("--evaluate arithmetic --reward_functions {tmp}/mine.py:f {tmp}/other.py:f", "two have the name"),
-    ("--evaluate arithmetic --reward_functions countdown --reward_weights 1 2", "2 weights for 1 reward functions; give one for each"),
 ])
 def test_mistakes_are_one_line_before_a_model_is_loaded(tmp_path, monkeypatch, flags, message):
     bare = write_lines(tmp_path / "bare.jsonl", [{"prompt": "a"}, {"prompt": "b", "answer": " "}])

@@ -163,19 +163,16 @@ def test_countdown_counts_in_fractions_and_wants_one_answer_in_tags_or_a_box_beh
     assert reward_functions.countdown(texts[:3], numbers=[None, [3], "nan"], target=[24, float("nan"), 24]) == [None] * 3
 
 
-@pytest.mark.parametrize(
-    "text,points", [("a b c d e", 0.0), ("a b a b a b", -1 / 3), ("la " * 100, -96 / 97), ("", 0.0), ("a b c", 0.0),
-                    ("!" * 100, -96 / 97), ("一二三四五六", 0.0), ("一二三四" * 25, -93 / 97), ("ab" * 1000, -96 / 97)]
-)
+@pytest.mark.parametrize("text,points", [
+    ("a b c d e", 0.0), ("a b a b a b", -1 / 3), ("la " * 100, -96 / 97), ("", 0.0), ("a b c", 0.0), ("!" * 100, -96 / 97),
+    ("一二三四五六", 0.0), ("一二三四" * 25, -93 / 97), ("ab" * 1000, -96 / 97),
+])
 def test_repetition_penalty(text, points):
     assert reward_functions.repetition_penalty([text]) == pytest.approx([points])
 
 
-def test_diversity_compares_characters_where_a_script_has_no_spaces():
+def test_diversity_looks_at_siblings_only_and_compares_characters_where_a_script_has_no_spaces():
     assert reward_functions.diversity(["一二三", "一二四"], prompts=["p"] * 2) == pytest.approx([2 / 3] * 2)
-
-
-def test_diversity_looks_at_siblings_only():
     assert reward_functions.diversity(["a b", "a b", "c d"], prompts=["p"] * 3) == [0.5, 0.5, 1.0]
     assert reward_functions.diversity(["a b", "a b", "c d"], prompts=["p", "q", "p"]) == [1.0, None, 1.0]
     assert reward_functions.diversity(["", "", "x"], prompts=["p"] * 3) == [0.5, 0.5, 1.0]

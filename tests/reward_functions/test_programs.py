@@ -25,8 +25,6 @@ TESTS = ["assert square(3) == 9", "assert square(-4) == 16", "assert abs(square(
 
 HONEST = {
     "plain": ("def square(x):\n    return x * x", 1.0),
-    "the last block counts": ("```python\nraise\n```\nBetter:\n```py\ndef square(x): return x * x\n```", 1.0),
-    "in the answer": ("<reasoning>easy</reasoning><answer>```python\nsquare = lambda x: x * x\n```</answer>", 1.0),
     "main block": ("def square(x): return x * x\nif __name__ == '__main__':\n    input('number? ')", 1.0),
     "only positive": ("def square(x):\n    assert x >= 0\n    return x * x", 2 / 3),
     "leaves on one": ("import os\ndef square(x):\n    return x * x if x > 0 else os._exit(0)", 2 / 3),

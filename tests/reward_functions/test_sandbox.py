@@ -47,10 +47,6 @@ def method(request, monkeypatch):
     return request.param
 
 
-def test_at_least_one_way_is_tested():
-    assert AVAILABLE
-
-
 @pytest.mark.parametrize("code,ok,stdout,reason", [
     ("print(1 + 1)", True, "2\n", ""),
     ("", True, "", ""),

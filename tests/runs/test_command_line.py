@@ -68,7 +68,7 @@ def test_a_negative_number_is_a_value_however_it_is_written(weight):
 
 
 FILES = {
-    "broken.py": "def f(:\n", "needs.py": "def f(completions, tests, **columns): ...\n",
+    "needs.py": "def f(completions, tests, **columns): ...\n",
     "task.py": "SETTINGS = ['seed']", "short.py": "SETTINGS = {'sead': 1}", "half.py": "def reward(completions): ...",
     "exits.py": "import sys\nsys.exit(0)\ndef f(completions): ...\n", "list.json": "[1]", "open.json": "{",
     "pair.json": '{"instruction": "\\ud800"}', "type.json": '{"reward_functions": "correctness"}',
@@ -127,7 +127,6 @@ MISTAKES = [                    # flags of train.py behind --use_grpo, and what 
     ("--task {tmp}/no.py", "--task: importing .*no.py failed"),
     # what is found while a run is set up
     ("--task {tmp}/half.py", "--dataset .*half.py:examples: .*half.py has no function examples"),
-    ("--reward_functions {tmp}/broken.py:f", "broken.py.*SyntaxError"),
     ("--reward_functions {tmp}/needs.py:f", "needs the column tests"),
     ("--reward_functions {tmp}/exits.py:f", "importing .*exits.py failed: RuntimeError: SystemExit: 0"),
     ("--environment calculater --max_turns 2", "--environment calculater: unknown.*calculator"),
