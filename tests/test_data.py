@@ -155,8 +155,7 @@ def test_columns_have_usual_names_or_are_named():
     assert read(answer="a.b")[1] == "1" and read(answer="a.b.c")[1] == [7]
     assert read(prompt='{frage} {a.b} \\frac{1}{2} {"x": 1} {no column}')[0] == 'q 1 \\frac{1}{2} {"x": 1} {no column}'
     for column in "gone", "a.x", "frage.x", "{frage} {gone}", "{gone}":
-        with pytest.raises(ValueError,
-            match=f"^dataset: example 1: --prompt_column={re.escape(column)}: the row has the columns frage, prompt"):
+        with pytest.raises(ValueError, match=f"^dataset: example 1: --prompt_column={re.escape(column)}: the row has"):
             read(prompt=column)
     assert load_examples([{"prompt": None, "question": "q", "target": 3}])[0] == {"prompt": "q", "question": "q", "target": 3,
         "answer": "3"}

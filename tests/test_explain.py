@@ -164,7 +164,6 @@ def test_the_gradient_norm_depends_on_the_size_of_passes_only_without_weights(tm
 
 
 def test_a_value_head_gives_each_token_its_own_advantage_and_the_loss_a_term(tmp_path, capsys, tables):
-    """Also after a cold start. Nothing is written."""
     printed = explained(tmp_path, capsys, "--use_value_head", "--cold_start_steps", "2")
     assert "A: value head" in printed and not (tmp_path / "out").exists()
     names, values = zip(*tables["4"][1])

@@ -277,7 +277,6 @@ REWARD_KL = dict(use_kl_penalty=True, kl_penalty_coef=0.3, kl_in="reward")
     dict(loss_type="gspo", baseline="group_median"), dict(loss_type="dr_grpo", use_kl_penalty=True, kl_estimator="k2"),
 ], ids=str)
 def test_rows_that_are_not_trained_on_have_no_influence(base, terms, overlong):
-    """Their tokens and log-probabilities are replaced by others: advantages, losses and gradient of the rest stay."""
     run = with_settings(base, overlong=overlong, **terms)
     rollout = sample_groups(run, next(run.batches)).rollout
     rollout = replace(rollout, finished=torch.arange(16) % 5 != 2)

@@ -31,7 +31,6 @@ def compactions(monkeypatch):
 
 
 def test_the_cache_is_compacted_as_completions_end_and_grow(shared, monkeypatch, compactions):
-    """Ten prompts, twelve completions at once. That it changes no result: test_matrix.py."""
     shared.model.generation_config.eos_token_id = EARLY
     prompts, config = PROMPTS * 2 + ["x", "another one"], GRPOConfig(num_completions_per_prompt=3, **ANY)
 

@@ -38,7 +38,6 @@ class Own(Policy):
 
 
 def test_make_engine_chooses_a_policy_that_forwards_each_row_once_in_several_passes(model, tokenizer):
-    """That plain and shared compute the same: test_matrix.py."""
     rollout = made_up_rollout([9, 5, 7], [5, 1, 9, 4, 12, 3])
     for name, kind in ("plain", Policy), ("shared", Shared):
         engine = make_engine(name, model, tokenizer, max_tokens=40)
@@ -172,7 +171,6 @@ def test_processes_forward_every_row_once_and_have_as_many_passes(model, tokeniz
 
 
 def test_a_sampler_of_ones_own_trains_and_evaluates_and_a_run_that_is_resumed_without_it_says_so(tmp_path, capsys, monkeypatch):
-    """That of the page trains in tests/test_docs.py."""
     sampled = watch_calls(monkeypatch, Own, "sample")
     train.train(quick_config(tmp_path / "run"), engine=Own)
     assert [len(prompts) for _, prompts, *_ in sampled] == [2, 4, 4, 4, 4], "start-up check, evaluation, two steps, evaluation"

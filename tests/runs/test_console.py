@@ -41,7 +41,6 @@ def test_the_start_says_which_rewards_count_and_what_precedes_prompts(tmp_path, 
 
 
 def test_the_last_paragraph_says_what_was_learned(finished, capsys):
-    """The held-out results before training and after each phase, from metrics.jsonl, in lines of 80 columns."""
     lines = read_jsonl(finished / "metrics.jsonl")
     RunConsole(quiet=False).print_summary(parse_config(["--use_grpo"]), finished, lines, ["a finding"])
     printed = capsys.readouterr().out.splitlines()

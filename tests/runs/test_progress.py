@@ -25,7 +25,6 @@ from runs.run import Progress, Run
 def test_evaluations_are_due_before_the_first_step_every_eval_steps_of_a_phase_and_at_its_end(
     monkeypatch, eval_steps, updates_per_step, resumed_at, expected
 ):
-    """Phases of 3 and 5 steps, counted by hand."""
     progress, evaluated, raises_at = Progress(), [], {resumed_at}
     data = SimpleNamespace(eval_set=[1])
     run = SimpleNamespace(

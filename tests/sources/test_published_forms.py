@@ -89,8 +89,7 @@ def test_of_a_form_that_only_some_rows_have_the_number_is_named():
 def test_countdown_needs_the_flag_that_the_message_names(tmp_path):
     path = write_lines(tmp_path / "countdown.jsonl",
         [{"target": n * 3 + 4, "nums": [n, 3, 4]} for n in (2, 6)])     # Jiayi-Pan/Countdown-Tasks-3to4
-    with pytest.raises(ValueError,
-        match=r"columns target, nums, .*--prompt_column, or a text such as '... \{target\} ... \{nums\}"):
+    with pytest.raises(ValueError, match=r"columns target, nums, .*or a text such as '... \{target\} ... \{nums\}"):
         load_examples(path)
     examples, _ = data_of("--dataset", path, "--eval_limit", "0", "--prompt_column", "Make {target} from {nums}. \\boxed{}")
     assert [e["prompt"] for e in examples] == ["Make 10 from [2, 3, 4]. \\boxed{}", "Make 22 from [6, 3, 4]. \\boxed{}"]
@@ -118,6 +117,5 @@ def test_the_answer_of_a_solution_is_what_its_form_says_and_no_more(answer, expe
     (example,) = load_examples([{"prompt": "p", "answer": answer}])
     assert (example["answer"], example.get("completion")) == (expected, completion)
     assert correctness([f"<answer>{expected}</answer>", "<answer>71</answer>"], answer=[expected] * 2) == [1, 0]
-    chat = [user("p"), assistant("mine")]
-    assert load_examples([{"prompt": chat, "answer": answer}])[0]["completion"] == load_examples([{"prompt": "p",
-        "answer": answer, "completion": "mine"}])[0]["completion"] == "mine"
+    for row in {"prompt": [user("p"), assistant("mine")]}, {"prompt": "p", "completion": "mine"}:
+        assert load_examples([row | {"answer": answer}])[0]["completion"] == "mine"

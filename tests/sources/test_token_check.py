@@ -66,8 +66,7 @@ def test_a_text_without_a_template_may_be_ready_but_has_one_bos(tokenizer):
     for template in None, "{{ bos_token }}<bos>{% for m in messages %}{{ m.content }}{% endfor %}":
         twice = byte_tokenizer()
         twice.chat_template = template
-        with pytest.raises(ValueError,
-            match=r"^d: the example '<bos>a<eos>b'|'a': the prompt begins with two <bos>: remove the one"):
+        with pytest.raises(ValueError, match=r"^d: the example '(<bos>a<eos>b|a)': the prompt begins with two <bos>"):
             encode_prompts([{"prompt": "a" if template else "<bos>a<eos>b"}], twice, "d")
 
 
@@ -76,8 +75,7 @@ def test_a_text_without_a_template_may_be_ready_but_has_one_bos(tokenizer):
      [{"role": "assistant", "content": "a<|im_end|>"}, {"role": "user", "content": "b"}, {"role": "assistant", "content": "c"}]])
 def test_a_demonstration_with_a_stop_token_is_refused_where_it_would_be_cut(completion):
     tokenizer, model = published("ChatML"), ARCHITECTURES["qwen3"]()
-    with pytest.raises(ValueError,
-        match=r"^d: the example 'p': the completion has the text of the special token <\|im_end\|>: data.map"):
+    with pytest.raises(ValueError, match=r"^d: the example 'p': the completion has the text of the special token <\|im_end\|>"):
         encode_demonstrations([{"prompt": "p", "completion": completion}], [[5]], model, tokenizer, "d")
 
 
@@ -88,8 +86,7 @@ def test_stop_and_pad_tokens_that_are_text_are_refused(tokenizer):
         "pad_token_id [3] is ordinary text, '!'"):
         model, tokenizer = ARCHITECTURES["qwen3"](), byte_tokenizer()
         setattr(model.generation_config if name == "eos_token_id" else tokenizer, name, value)
-        with pytest.raises(ValueError,
-            match=f"^--model_path: {re.escape(words)}; set it to a special token in generation_config.json"):
+        with pytest.raises(ValueError, match=f"^--model_path: {re.escape(words)}; set it to a special token"):
             refuse_wrong_ids(model, tokenizer, [])
     model, tokenizer = ARCHITECTURES["qwen3"](), byte_tokenizer()
     for prompts, words in ([[9], [2, 1]], "a prompt ends with a stop id"), ([[9, 263], [9]],

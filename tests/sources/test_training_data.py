@@ -109,8 +109,7 @@ def test_completions_with_a_false_label_are_refused(label, values, refused):
     rows, notes = [{"prompt": [USER, {"role": "assistant", "content": f"{i}"}], label: value}
         for i, value in enumerate(values)], []
     if refused:
-        with pytest.raises(ValueError,
-            match=f"--dataset: {refused} of 3 completions have a false label; remove them: data.filter"):
+        with pytest.raises(ValueError, match=f"--dataset: {refused} of 3 completions have a false label"):
             note_unused(load_examples(rows), {"level"}, notes.append)
     note_unused(load_examples(rows), {label}, notes.append)
     note_unused([{"prompt": "p", "label": False}], set(), notes.append)
