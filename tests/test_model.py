@@ -93,8 +93,6 @@ def test_layers_in_half_with_weights_and_numbers_in_float32(model, tokenizer, se
     assert rounded.dtype == torch.float32
     rounded.sum().backward()
     assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
-    sampled = engine.sample(PROMPTS, settings, 1)
-    assert (sampled.sampling_logp - engine.log_probs(sampled).logp).abs().max() < 0.1
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(2)
         assert not torch.allclose(engine.log_probs(rollout).logp, rounded), "no stale copies"

@@ -113,15 +113,12 @@ def test_tf32_is_given_the_tolerance_of_16_bits(model, numbers, found):
         torch.set_float32_matmul_precision(before)
 
 
-def test_a_run_has_the_engine_of_its_flag_and_a_note_if_prompts_cannot_be_shared(tmp_path, monkeypatch, capsys):
+def test_a_run_has_the_engine_of_its_flag_and_says_which(tmp_path, capsys):
     for plain in ["--engine", "plain"], ["--generation_max_length", "40"]:       # sharing would save little
         assert type(start_run(tmp_path, *plain).policy) is Policy and "\nengine: policy.py\n" in capsys.readouterr().out
     assert start_run(tmp_path).policy.shares_prompts is True
     printed = capsys.readouterr().out
     assert "\nengine: engine/shared.py extends engine/device_policy.py extends policy.py\n" in printed and "note" not in printed
-    monkeypatch.setattr(shared_engine, "pack_groups", unshared)
-    assert type(start_run(tmp_path).policy) is Policy
-    assert "  note   prompts are not shared: a layer with state\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("configured", [False, True])
