@@ -70,11 +70,6 @@ def test_logits_that_are_not_finite_are_named(shared, settings):
         shared.sample(PROMPTS, settings, seeds=0)
 
 
-def test_what_u_times_the_total_may_round_up_to_draws_a_possible_token():
-    logits = torch.tensor([[-torch.inf, 0.0, 0.0, -torch.inf]])
-    assert sampler.sample_in_blocks(logits, torch.tensor([1.0]))[0].tolist() == [2]
-
-
 @pytest.mark.parametrize("lengths,ends,goal,index,distance", [
     ([1.0, 1.0], [1.0, 2.0], 1.0, 1, 0.0),                # an interval does not contain its end
     ([0.5, 0.0, 0.5], [0.5, 0.625, 1.0], 0.5625, 2, -0.0625),                    # rounded ends: never an empty interval
