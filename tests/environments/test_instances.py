@@ -304,17 +304,10 @@ def test_what_reset_returns_has_a_place_in_every_form_of_prompt(tokenizer, setti
 
 
 def test_the_text_of_reset_counts_as_a_part_of_the_prompt(model, tokenizer, settings):
-    class Wordy:
-        def reset(self, **columns):
-            return "x" * 20
-
-        def look(self) -> str:
-            """Look around."""
-            return "nothing"
+    wordy, policy = bad("x", None, reset=lambda self, **columns: "x" * 20), make_engine("plain", model, tokenizer)
 
     def sample(limit):
-        policy = make_engine("plain", model, tokenizer)
-        return sampler_of(policy, Scoring([], [], Wordy, None, limit))([{"prompt": "abc"}], settings, [(0, 0)])
+        return sampler_of(policy, Scoring([], [], wordy, None, limit))([{"prompt": "abc"}], settings, [(0, 0)])
 
     assert sample(24).prompt_ids.shape[1] == 24           # with BOS
     with pytest.raises(RunError, match="with the text of reset a prompt has 24 tokens, more than --max_prompt_length=23;"):
