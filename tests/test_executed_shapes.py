@@ -7,7 +7,6 @@ import tokenize
 from collections import Counter, namedtuple
 
 import pytest
-import torch
 from conftest import ROOT, length_reward, start_run
 
 import train
