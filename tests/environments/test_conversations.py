@@ -71,13 +71,7 @@ def test_the_same_conversation_alone_in_a_batch_from_a_queue_and_looked_at_seldo
 ALTERNATE = "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
 TEMPLATES = {
     "chatml": (PUBLISHED["SmolLM2"], "<|im_end|>"),
-    "thoughts": (                                         # Qwen 3: earlier thoughts are left out, a tool speaks as user
-        "{% set at = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}{% set at.last = loop.index0 %}"
-        "{% endif %}{% endfor %}{% for m in messages %}<|im_start|>{{ 'user' if m.role == 'tool' else m.role }}\n"
-        "{% if m.role == 'tool' %}<tool_response>\n{{ m.content }}\n</tool_response>"
-        "{% elif m.role == 'assistant' and loop.index0 < at.last %}{{ m.content.split('</think>')[-1] }}"
-        "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}", "<|im_end|>"),
+    "thoughts": (PUBLISHED["Qwen 3"], "<|im_end|>"),      # earlier thoughts are left out
     "gemma": (PUBLISHED["Gemma"].replace("<start_of_turn>", ALTERNATE + "<start_of_turn>", 1), "<end_of_turn>"),
     "mistral": (                                          # a tool's message is left out; the last turn gets the instruction
         "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"

@@ -71,12 +71,11 @@ def test_reward_functions_of_trl_run_unchanged(name, tmp_path):
 FILE = Path(__file__).with_name("foreign_rewards.py")
 ROW = {
     "prompt": [{"role": "user", "content": "6+1=?"}], "answer": "7", "solution": "7",
-    "verification_info": {"language": "e", "inputs": [1, 2]}, "data_source": "openai/gsm8k",
+    "verification_info": {"inputs": [1, 2]}, "data_source": "openai/gsm8k",
 }
 OTHER = ROW | {"answer": "x", "solution": "x"}
 POINTS = {                      # of two completions of the first row, and two of the other one
     "accuracy_reward": [1, 0, None, None],
-    "code_reward": [1, 2, 1, 2],
     "compute_score": [1, 0, 0, 0],
 }
 
