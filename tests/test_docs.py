@@ -216,13 +216,6 @@ COMMANDS.append(("train.py", "--task turns.py --output_dir outputs/turns"))
 FEWER = "--max_steps 2 --cold_start_steps 2 --batch_size 4 --eval_limit 4 --report_to none"
 
 
-def run(program, words):
-    """What `python program words` does, with fewer steps; returns what its main function does."""
-    if program == "train.py":
-        return train.main([*words, *FEWER.split()])
-    return infer.main(words)
-
-
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
     """Folder; and program, code and output of every command, in order, in a folder with nothing but the page's files."""
@@ -233,7 +226,7 @@ def ran(tmp_path_factory):
         words = [word.strip('"') for word in re.findall(r'"[^"]*"|\S+', arguments)]
         with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as output:
             patch.chdir(folder)
-            code = run(program, words)
+            code = train.main([*words, *FEWER.split()]) if program == "train.py" else infer.main(words)
         results.append((program, code, output.getvalue()))
     return folder, results
 

@@ -273,8 +273,10 @@ def test_the_lines_of_a_step_are_on_the_disk_before_its_checkpoint_is(tmp_path, 
     assert ("rollouts.jsonl", []) in flushed
 
 
-def test_a_reference_is_saved_beside_the_model_and_old_checkpoints_go(tmp_path, monkeypatch):
-    saved = []
+def test_a_reference_is_saved_beside_the_model_and_old_checkpoints_go_but_no_copies_of_a_user(tmp_path, monkeypatch):
+    saved, copies = [], {"step-best", "step-00000001-good", "step-00000002.bak"}
+    for name in copies:
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
     monkeypatch.setattr(checkpoint, "save_any_policy", lambda model, tokenizer, folder, weights: (
         saved.append((model, folder.name, sorted(weights))), folder.mkdir(parents=True)))
     model, reference = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1, bias=False)
@@ -282,19 +284,10 @@ def test_a_reference_is_saved_beside_the_model_and_old_checkpoints_go(tmp_path, 
         checkpoint.write_checkpoint(tmp_path / "checkpoints", min(step, 3), model, None, other, STATE, keep=2)
     assert saved == [(model, "writing", ["bias", "weight"])] * 3 + [
         (reference, "reference", ["weight"]), (model, "writing", ["bias", "weight"]), (reference, "reference", ["weight"])]
-    kept = sorted((tmp_path / "checkpoints").iterdir())
-    assert [path.name for path in kept] == ["step-00000002", "step-00000003"], "the newest ones, of each step the last"
-    assert (kept[1] / "reference").is_dir() and not (kept[0] / "reference").exists()
-
-
-def test_copies_that_a_user_makes_of_checkpoints_are_neither_deleted_nor_resumed(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint, "save_any_policy", lambda model, tokenizer, folder, weights: folder.mkdir(parents=True))
-    copies = {"step-best", "step-00000001-good", "step-00000002.bak"}
-    for name in copies:
-        (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    for step in 1, 2:
-        newest = checkpoint.write_checkpoint(tmp_path / "checkpoints", step, torch.nn.Linear(1, 1), None, None, STATE, keep=1)
-    assert {path.name for path in newest.parent.iterdir()} == {*copies, newest.name} and checkpoint.latest_checkpoint(tmp_path) == newest
+    left, newest = {path.name for path in (tmp_path / "checkpoints").iterdir()}, checkpoint.latest_checkpoint(tmp_path)
+    assert left == {*copies, "step-00000002", "step-00000003"}, "the newest ones, of each step the last"
+    assert newest.name == "step-00000003" and (newest / "reference").is_dir()
+    assert not newest.with_name("step-00000002").joinpath("reference").exists()
 
 
 def test_a_kill_between_the_two_renames_leaves_the_checkpoint_before(tmp_path, monkeypatch):
