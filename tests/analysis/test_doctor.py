@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import QUICK, run_folder
+from conftest import QUICK, made_up_rollout, run_folder
 
 import train
 from analysis import first_contact
@@ -24,7 +24,6 @@ from grpo import compute_group_advantages
 from model import save_policy
 from reward_functions.calling import Reports
 from runs.groups import summarize_sampling
-from sample import Rollout
 
 
 def flags_of(**flags):
@@ -155,18 +154,12 @@ def test_the_cause_comes_before_its_symptoms_and_names_a_flag(metrics, flags, ri
     assert found.startswith(expected) and bool(found) == bool(expected)
 
 
-def groups_of(texts, answer):
-    """One group, in which correctness and no other function was chosen: all have finished, and earn nothing."""
-    mask, scores = torch.ones(len(texts), 3, dtype=torch.bool), torch.zeros(1, len(texts), dtype=torch.float64)
-    prompt = torch.ones(1, 2, dtype=torch.long)
-    rollout = Rollout(prompt, prompt.bool(), mask.long(), mask, torch.zeros(mask.shape), mask[:, 0], texts)
-    return Groups(
-        [{"prompt": "p", "answer": answer}], rollout, scores, {"correctness": scores}, scores, compute_group_advantages(scores),
-        extra=[{}] * len(texts), reports=Reports([]))
-
-
 def test_functions_that_were_not_chosen_are_tried_on_the_same_completions():
-    groups, config = groups_of(["It costs 72 dollars.", "So 71", "About 72 of them", "No idea"], "72"), Config.of(use_grpo=True)
+    texts, config = ["It costs 72 dollars.", "So 71", "About 72 of them", "No idea"], Config.of(use_grpo=True)
+    rollout, scores = replace(made_up_rollout([2], [3] * 4), completions=texts), torch.zeros(1, 4, dtype=torch.float64)
+    groups = Groups(
+        [{"prompt": "p", "answer": "72"}], rollout, scores, {"correctness": scores}, scores, compute_group_advantages(scores),
+        extra=[{}] * 4, reports=Reports([]))
     counts = counts_of_right(groups, config)
     assert counts["correctness"] == 0 and counts["last_number"] == 2 and "countdown" not in counts, "no column for countdown"
     found = "(of 4, 0 have <answer> tags, 0 have \\boxed{}, 3 have a number in the last line), 2 by last_number"

@@ -87,14 +87,6 @@ class Page(HTMLParser):
         self.token = None
 
 
-def panels_of(monkeypatch, folder):
-    """{title: axes} of the curves of the run in a folder."""
-    drawn = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
-    draw_curves(read_jsonl(folder / "metrics.jsonl"))
-    return {axes.get_title(): axes for axes in drawn[0].axes}
-
-
 def curves_of(axes):
     """{label: [(step, value), ...]} of a panel."""
     lines = [line for line in axes.lines if not line.get_label().startswith("_")]
@@ -102,7 +94,10 @@ def curves_of(axes):
 
 
 def test_curves_have_every_step_with_a_number_the_interval_and_the_start_of_a_phase(tmp_path, monkeypatch):
-    panels = panels_of(monkeypatch, fake_run(tmp_path / "run"))
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    draw_curves(read_jsonl(fake_run(tmp_path / "run") / "metrics.jsonl"))
+    panels = {axes.get_title(): axes for axes in drawn[0].axes}
     assert list(panels) == ["reward", "held out (share), 95 % interval", "groups and completions (share)", "length (tokens)",
                             "policy (nat/token)", "KL (nat/token)", "time (s)"]
     rewards = curves_of(panels["reward"])

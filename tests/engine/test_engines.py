@@ -196,9 +196,6 @@ def teacher(tmp_path_factory):
     """The folder of the built-in model with other weights."""
     torch.manual_seed(7)
     model, tokenizer = load_any_policy(ModelConfig())
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.05 * torch.randn_like(parameter)
     folder = tmp_path_factory.mktemp("teacher")
     save_any_policy(model, tokenizer, folder)
     return folder

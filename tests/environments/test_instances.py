@@ -107,7 +107,7 @@ def test_an_environment_may_give_its_own_reward_and_have_async_tools(tokenizer, 
 
     _, messages, points = play(tokenizer, settings, Own, {"word": "w"}, CALL % ("count", '{"step": 2}'), "bye")
     assert [message["content"] for message in messages[1:]] == ["2", "bye"] and points == 2.0
-    assert [tool.__name__ for tool in tools_of(Own)] == ["echo", "count"], "neither reset, get_reward nor close"
+    assert [tool.__name__ for tool in tools_of(Own)] == ["count", "echo"], "neither reset, get_reward nor close"
 
 
 def test_an_environment_of_trl_whose_reward_the_trainer_reads(tokenizer, settings):

@@ -16,11 +16,6 @@ if sys.platform != "linux":
 pytestmark = pytest.mark.usefixtures("no_process_is_left")
 
 
-@pytest.fixture(autouse=True)
-def tests_are_new():
-    programs.split_tests.cache_clear()
-
-
 TESTS = ["assert square(3) == 9", "assert square(-4) == 16", "assert abs(square(0.5) - 0.25) < 1e-9"]
 
 HONEST = {
@@ -141,6 +136,7 @@ NOT_JUDGED = [
 
 @pytest.mark.parametrize("test", NOT_JUDGED)
 def test_a_test_of_another_form_is_named_once_and_not_scored(test):
+    programs.split_tests.cache_clear()
     cheat = "f = sqrt = Matrix = Point = lambda *_: 0\nclass np: allclose = isclose = lambda *_: True"
     with pytest.warns(UserWarning, match=r"not asserts of the forms CALL, ") as caught, warnings.catch_warnings():
         warnings.simplefilter("always")

@@ -1,21 +1,17 @@
 """Data sets in the form in which they are published: columns, types and notation of their cards, with sentences of our own."""
 
 import json
+from functools import partial
 
 import pytest
-from test_data import data_of, write_lines
+from test_data import data_of, message, write_lines
 
 from reward_functions.arithmetic import countdown
 from rewards import correctness
 from sources import load_examples
 
 
-def user(text):
-    return {"role": "user", "content": text}
-
-
-def assistant(text, **more):
-    return {"role": "assistant", "content": text} | more
+user, assistant = partial(message, "user"), partial(message, "assistant")
 
 
 def tagged(reasoning, answer):

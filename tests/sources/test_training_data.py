@@ -5,13 +5,11 @@ import re
 
 import pytest
 from conftest import start_run
-from test_data import data_of, write_lines
+from test_data import USER, data_of, write_lines
 
 from config import Config
 from sources import load_examples
 from sources.training_data import fit_prompts, load_data, note_unused
-
-USER = {"role": "user", "content": "1+1=?"}
 
 
 def test_what_is_held_out_is_never_trained_on(tmp_path):
