@@ -102,7 +102,6 @@ CALLS = (
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
 ASKED = {"role": "user", "content": "1+1=?"}
 CALL = {"type": "function", "id": None, "function": {"name": "add", "arguments": {"a": 1, "message": None}}}
-AS_TEXT = {"function": {"name": "add", "arguments": '{"a": 1}'}}
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"a": None, "b": {"c": None}}}}
 CLEAN = '[{"type": "function", "function": {"name": "add", "parameters": {"b": {}}}}]'
 
@@ -114,7 +113,7 @@ def said(*calls, content="", **more):
 @pytest.mark.parametrize("completion,expected", [
     ([said(CALL, content="I look.")], 'I look.<call>add {"a": 1}<|im_end|>'),
     ([said(CALL, content=None)], '<call>add {"a": 1}<|im_end|>'),
-    ([said(AS_TEXT, CALL)], '<call>add {"a": 1}<call>add {"a": 1}<|im_end|>'),
+    ([said({"function": {"name": "add", "arguments": '{"a": 1}'}}, CALL)], '<call>add {"a": 1}<call>add {"a": 1}<|im_end|>'),
     ([said(content=" 2\n", id=None)], " 2\n<|im_end|>"), ([said(content="2", id="x")], "does not write all of .*'id': 'x'"),
     ([said(CALL, content="I look."), {"role": "tool", "content": "2"}, said(content="2!")],
      'I look.<call>add {"a": 1}<|im_end|>\n<|im_start|>tool\n2<|im_end|>\n<|im_start|>assistant\n2!<|im_end|>'),

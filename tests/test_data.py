@@ -15,11 +15,6 @@ from runs.command_line import parse_config
 from sources.training_data import example_key, instructed, load_data
 from sources import load_examples
 
-TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>\n{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
-
 
 def write_lines(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -203,18 +198,9 @@ def test_the_order_depends_on_seed_and_position_alone():
         assert [e for _ in range(3) for e in next(batches)] == list(as_it_always_was(seed))[12:]
 
 
-@pytest.fixture
-def chat_tokenizer():
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.add_tokens(["<end>"])
-    return tokenizer
-
-
-def test_bos_comes_once_with_and_without_a_chat_template(tokenizer, chat_tokenizer):
+def test_a_prompt_without_a_chat_template_is_its_text_behind_bos_or_ids_as_they_are(tokenizer):
     assert tokenizer.decode(encode_prompt(tokenizer, "1+1=?")) == "<bos>1+1=?"
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
-    assert chat_tokenizer.decode(encode_prompt(chat_tokenizer, messages)) == "<bos><system>s<end>\n<user>u<end>\n<assistant>"
     assert tokenizer.decode(encode_prompt(tokenizer, messages)[1:]) == "system: s\nuser: u\nassistant: "
     assert encode_prompt(tokenizer, [5, 6, 7]) == [5, 6, 7]
 
@@ -236,10 +222,11 @@ KNOWN_ROLES = (
      message("user", " é \n")], None),
     (KNOWN_ROLES, [USER, message("assistant", None), USER], None), (None, [message("developer", "Be brief."), USER], None),
 ])
-def test_a_message_that_the_template_omits_or_rejects_is_one_line(chat_tokenizer, template, messages, problem):
-    chat_tokenizer.chat_template = template
+def test_a_message_that_the_template_omits_or_rejects_is_one_line(template, messages, problem):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
     if problem is None:
-        encode_prompt(chat_tokenizer, messages)
+        encode_prompt(tokenizer, messages)
     else:
         with pytest.raises(ValueError, match=problem):
-            encode_prompt(chat_tokenizer, messages)
+            encode_prompt(tokenizer, messages)

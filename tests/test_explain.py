@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import QUICK, start_run
+from conftest import QUICK, start_run, watch_calls
 
 from analysis import explain
 import train
@@ -66,20 +66,12 @@ def test_the_next_step_of_a_run_is_explained_and_a_finished_one_is_not(tmp_path,
     assert before == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
 
 
-@pytest.fixture
-def tables(monkeypatch):
-    """Collect the printed tables: {number in the title: (head, rows)}."""
-    shown, show = {}, explain.show
-
-    def note(folder, title, head, lines):
-        shown[title.split()[0].rstrip(".")] = head, lines
-        show(folder, title, head, lines)
-
-    monkeypatch.setattr(explain, "show", note)
-    return shown
+def by_number(shown):
+    """The printed tables: {number in the title: (head, rows)}."""
+    return {title.split()[0].rstrip("."): rest for _, title, *rest in shown}
 
 
-def test_every_table_by_hand(tmp_path, capsys, tables):
+def test_every_table_by_hand(tmp_path, capsys, monkeypatch):
     """The first of three groups has zero variance: the second is explained. Two reward functions, a clip, a large update."""
     (tmp_path / "two.py").write_text(
         "def first(completions, **columns):\n"
@@ -92,8 +84,9 @@ def test_every_table_by_hand(tmp_path, capsys, tables):
         *"--reward_clip 1.7 --use_kl_penalty --kl_penalty_coef 0.05 --entropy_coef 0.01 --generation_max_length 12".split(),
         *"--loss_type dr_grpo --clip_low 0.1 --clip_high 0.3".split(),
     ]
+    shown = watch_calls(monkeypatch, explain, "show")
     explain.main([*QUICK, "--output_dir", str(tmp_path / "out"), *flags])
-    printed = capsys.readouterr().out
+    printed, tables = capsys.readouterr().out, by_number(shown)
     run = start_run(tmp_path, *flags)
     examples = next(run.batches)
     prompts = [example["prompt"] for example in examples]
@@ -163,10 +156,11 @@ def test_the_gradient_norm_depends_on_the_size_of_passes_only_without_weights(tm
     assert (math.isclose(*norms, rel_tol=1e-3)) == (arguments == 5)
 
 
-def test_a_value_head_gives_each_token_its_own_advantage_and_the_loss_a_term(tmp_path, capsys, tables):
+def test_a_value_head_gives_each_token_its_own_advantage_and_the_loss_a_term(tmp_path, capsys, monkeypatch):
+    shown = watch_calls(monkeypatch, explain, "show")
     printed = explained(tmp_path, capsys, "--use_value_head", "--cold_start_steps", "2")
     assert "A: value head" in printed and not (tmp_path / "out").exists()
-    names, values = zip(*tables["4"][1])
+    names, values = zip(*by_number(shown)["4"][1])
     assert names == ("policy_loss", "value_term",
         "total_loss") and float(values[2]) == pytest.approx(float(values[0]) + float(values[1]), abs=2e-6)
     mask = torch.tensor([[True, True, False], [False] * 3])

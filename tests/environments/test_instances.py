@@ -124,17 +124,9 @@ def sample(model, tokenizer, config, cls, seed=3):
     """A rollout in which every turn of the random model is a call of the only tool."""
     model.generation_config.eos_token_id = list(range(1, 90))
     policy = make_engine("shared", model, tokenizer)
-    return sample_with_environment(policy, cls, ROWS, config, [(seed, p) for p in range(2)], num_completions=4)
-
-
-@pytest.fixture(autouse=True)
-def the_random_model_makes_calls(request, monkeypatch):
-    """Every turn of it is one."""
-    def call_the_first(text, tools):
-        return [run_call(next(iter(tools.values())), text[:9])]
-
-    if "model" in request.fixturenames:
-        monkeypatch.setattr(environments.tools, "run_calls", call_the_first)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(environments.tools, "run_calls", lambda text, tools: [run_call(next(iter(tools.values())), text[:9])])
+        return sample_with_environment(policy, cls, ROWS, config, [(seed, p) for p in range(2)], num_completions=4)
 
 
 def test_a_group_has_one_beginning_and_a_seed_gives_it_again(model, tokenizer, settings):
