@@ -4,7 +4,7 @@ import copy
 import json
 import shutil
 from dataclasses import replace
-from types import SimpleNamespace
+from unittest.mock import MagicMock, call
 
 import pytest
 import torch
@@ -110,33 +110,19 @@ def test_where_memory_runs_out_fewer_completions_are_sampled_at_once_down_to_a_g
     quick_config("run", generation_batch_size=1)          # less than a group: then a group at once
 
 
-class FakeVLLM:
-    """Methods of vLLM's LLM that note their calls; one of them may raise."""
-
-    def __init__(self, fails: str = ""):
-        self.calls, self.fails, self.llm_engine = [], fails, self
-        self.output_processor = SimpleNamespace(request_states={"7": "left by an error"})
-
-    def __getattr__(self, name):
-        def method(*args, **options):
-            self.calls.append((name, *args, *options.values()))
-            if name == self.fails:
-                raise MemoryError("out of memory")
-            return [True]
-        return method
-
-
 @pytest.mark.parametrize("fails,before", [
     ("generate", ["wake_up", "apply_model", "collective_rpc", "wake_up", "reset_prefix_cache", "generate"]),
     ("collective_rpc", ["wake_up", "apply_model", "collective_rpc"])])
 def test_vllm_is_asked_once_when_memory_runs_out_and_frees_its_own(model, tokenizer, settings, fails, before):
     policy, sampler = DevicePolicy(model, tokenizer), VLLM.__new__(VLLM)
-    policy.sampler, sampler.policy, sampler.sleeps, sampler.llm = sampler, policy, True, FakeVLLM(fails)
-    sampler.sample = lambda *args, **options: sampler.llm.generate()
+    llm = MagicMock(**{"apply_model.return_value": [True], f"{fails}.side_effect": MemoryError("out of memory")})
+    llm.llm_engine.output_processor.request_states = {"7": "left by an error"}
+    policy.sampler, sampler.policy, sampler.sleeps, sampler.llm = sampler, policy, True, llm
+    sampler.sample = lambda *args, **options: llm.generate()
     with pytest.raises(MemoryError), policy.sampling():
         policy.sample(PROMPTS, settings, 0)
-    names = [name for name, *_ in sampler.llm.calls]
-    assert names == [*before, "abort_request", "sleep"] and sampler.llm.calls[-2:] == [("abort_request", ["7"], True), ("sleep", 2)]
+    assert [name for name, *_ in llm.method_calls[:-2]] == before
+    assert llm.method_calls[-2:] == [call.llm_engine.abort_request(["7"], internal=True), call.sleep(level=2)]
 
 
 def test_a_reference_is_computed_as_a_callers_own_policy_is_without_its_optimizer_and_sampler(model, tokenizer, settings):
