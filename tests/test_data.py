@@ -136,8 +136,7 @@ def test_columns_have_usual_names_or_are_named():
 
     def read(**columns):
         (example,) = load_examples([row], columns=columns)
-        assert {name: example[name] for name in ("frage", "gold", "a.b", "a")} == {name: row[name] for name in ("frage",
-            "gold", "a.b", "a")}
+        assert {name: row[name] for name in ("frage", "gold", "a.b", "a")}.items() <= example.items()
         return [example.get(name) for name in ("prompt", "answer", "completion")]
 
     assert read() == ["not this", "because", None] and read(answer="gold", completion="solution") == ["not this", "7", "because"]
@@ -149,8 +148,7 @@ def test_columns_have_usual_names_or_are_named():
     for column in "gone", "a.x", "frage.x", "{frage} {gone}", "{gone}":
         with pytest.raises(ValueError, match=f"^dataset: example 1: --prompt_column={re.escape(column)}: the row has"):
             read(prompt=column)
-    assert load_examples([{"prompt": None, "question": "q", "target": 3}])[0] == {"prompt": "q", "question": "q", "target": 3,
-        "answer": "3"}
+    assert load_examples([{"prompt": None, "question": "q", "target": 3}])[0].items() >= {"prompt": "q", "answer": "3"}.items()
     train_set, _ = load_data(parse_config(["--prompt_column", "frage", "--eval_limit", "0"]), [row])
     assert [e["prompt"] for e in train_set] == ["q"]
 

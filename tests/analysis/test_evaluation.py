@@ -135,8 +135,7 @@ def test_the_metrics_of_an_evaluation(folder, monkeypatch, settings):
     examples = [{"prompt": "easy", "answer": "1"}] * 3 + [{"prompt": "hard", "answer": "1"}] + [{"prompt": "unknown"}]
     result = evaluate(engine, examples, settings, Scoring([correctness, length], [1.0, 1.0]), seed=0, num_completions=2)
     shares, lengths = estimate_mean(np.array([1.0, 1.0, 1.0, 0.0]), True), estimate_mean(np.array([8.5] * 4 + [14.5]), False)
-    expected = {"pass@2": shares, "majority@2": shares, "accuracy": shares, "reward/correctness": shares,
-        "reward/length": lengths}
+    expected = dict.fromkeys(("pass@2", "majority@2", "accuracy", "reward/correctness"), shares) | {"reward/length": lengths}
     assert result.pop("eval_truncated") > 0
     assert result == {"eval_problems": 4, "eval_prompts": 1.0} | {
         f"eval_{name.replace('/', end + '/') if '/' in name else name + end}": estimate[end.strip("_") or "mean"]
@@ -194,8 +193,7 @@ def test_a_signal_in_the_first_or_last_evaluation_stops_it_and_a_resumed_run_rep
 
 def test_an_evaluation_on_a_cpu_has_64_problems_of_a_model_and_256_of_the_demonstration(folder, tmp_path, capsys):
     path = write_lines(tmp_path / "data.jsonl", [{"prompt": f"{i}+1=?", "answer": str(i + 1)} for i in range(2000)])
-    flags = ["--use_grpo", "--dataset", path, "--report_to", "none", "--cold_start_steps", "0", "--output_dir",
-        str(tmp_path / "run")]
+    flags = f"--use_grpo --dataset {path} --report_to none --cold_start_steps 0 --output_dir {tmp_path}/run".split()
     for model, limit in (["--model_path", folder], 64), ([], 256), (["--model_path", folder, "--eval_limit", "65"], 65):
         run = set_up(parse_config([*flags, *model]))
         assert len(run.plan.data.eval_set) == limit == run.config.data.eval_limit

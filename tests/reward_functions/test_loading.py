@@ -161,5 +161,4 @@ def test_a_column_counts_where_it_has_a_value():
 
     require_columns([needs], [{"prompt": "p"}, {"prompt": "q", "level": torch.zeros(3)}], "zeros are values")
     with pytest.raises(ValueError, match=r"needs the column level, which my data does not have \(columns with values: prompt\)$"):
-        require_columns([needs], [{"prompt": "p", "level": None}, {"prompt": "q", "level": ""}, {"level": float("nan")}],
-            "my data")
+        require_columns([needs], [{"level": None}, {"prompt": "q", "level": ""}, {"level": float("nan")}], "my data")
