@@ -237,25 +237,18 @@ def test_no_gradient_flows_through_weights_statistics_or_generalized_advantages(
 
 
 def test_a_call_without_options_takes_their_usual_values():
-    logp, old_logp, advantages, mask = toy_batch(seed=9)
-    ref_logp, rewards = toy_batch(seed=7)[0].detach(), torch.tensor([[0.0, 1e-7], [0.0, 1.0]], dtype=torch.float64)
-    values, filled = 3 * ref_logp, old_logp.masked_fill(~mask, 0.0)
-    pairs = [
-        (policy_loss(logp, old_logp, advantages, mask)[0], policy_loss(
-            logp, old_logp, advantages, mask, loss_type="dapo", clip_low=0.2, clip_high=0.2, dual_clip=math.inf)[0]),
-        (compute_group_advantages(rewards / 3e-6), compute_group_advantages(
-            rewards / 3e-6, baseline="group_mean", scale="group", epsilon=1e-8)),
-        (kl_penalty(logp, ref_logp), kl_penalty(logp, ref_logp, estimator="k3")),
-        (value_loss(values, filled, ref_logp, mask), value_loss(
-            values, filled, ref_logp, mask, token_weights(mask, "token_mean"), clip=0.2)),
-        (token_weights(mask), token_weights(mask, "token_mean")),
-        (token_weights(mask, "constant"), token_weights(mask, "constant", max_tokens=6)),
-        (token_weights(mask, "prompt_mean"), token_weights(mask, "prompt_mean", group_tokens=mask.sum())),
-        (generalized_advantage_estimation(logp, values, mask)[0], generalized_advantage_estimation(
-            logp, values, mask, gamma=0.99, lam=0.95)[0]),
-    ]
-    for by_default, expected in pairs:
-        assert torch.equal(by_default, expected)
+    values, _, _, mask = toy_batch(seed=9)
+    assert value_loss(values, values, 2 * values, mask).equal(value_loss(values, values, 2 * values, mask, token_weights(mask)))
+    assert token_weights(mask).equal(token_weights(mask, "token_mean"))
+    assert token_weights(mask, "constant").equal(token_weights(mask, "constant", max_tokens=6))
+    assert token_weights(mask, "prompt_mean").equal(token_weights(mask, "prompt_mean", group_tokens=mask.sum()))
+    for function, usual in {
+        policy_loss: dict(loss_type="dapo"), clipped_loss: dict(dual_clip=math.inf), kl_penalty: dict(estimator="k3", ratio=None),
+        token_loss: dict(loss_type="dapo", clip_low=0.2, clip_high=0.2, off_policy_limit=math.inf),
+        compute_group_advantages: dict(baseline="group_mean", scale="group", epsilon=1e-8, global_mean=None),
+        value_loss: dict(clip=0.2), generalized_advantage_estimation: dict(gamma=0.99, lam=0.95),
+    }.items():
+        assert defaults(function) == usual
 
 
 @pytest.mark.parametrize("loss_type", LOSSES)
