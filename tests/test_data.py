@@ -101,8 +101,7 @@ def test_an_odd_row_is_refused_in_one_line_with_its_number(row, words, loads):
 
 
 @pytest.mark.parametrize("source,message", [
-    *((name, rf"{name}: neither .* from sources import load_examples") for name in ("openai/gsm8k:main", "data.csv",
-        "countdown")),
+    *((name, rf"{name}: neither .* from sources import load_examples") for name in ("openai/gsm8k:main", "data.csv")),
     ("none.jsonl", "none.jsonl: no such file"), ([], "dataset: no examples in it"),
     ({"train": []}, "dataset: must be a list of examples .*, not a dict: choose a split.*"),
     (iter("a"), "dataset: must be a list .*, not a str_.*iterator: .*"),

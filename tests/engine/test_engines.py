@@ -8,9 +8,8 @@ from unittest.mock import MagicMock, call
 
 import pytest
 import torch
-from conftest import PROMPTS, made_up_rollout, quick_config, watch_calls
+from conftest import PROMPTS, build, made_up_rollout, quick_config, watch_calls
 from torch.nn.utils import parameters_to_vector
-from transformers import RecurrentGemmaConfig, RecurrentGemmaForCausalLM
 
 import train
 from analysis import explain
@@ -225,7 +224,7 @@ def test_a_teacher_whose_head_is_padded_to_more_rows_teaches_the_same_and_one_wi
 
 def test_a_teacher_whose_logits_are_not_those_of_its_own_pass_is_refused(tmp_path, tokenizer):
     sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, lru_width=32)
-    model = RecurrentGemmaForCausalLM(RecurrentGemmaConfig(vocab_size=263, **sizes, logits_soft_cap=0.5))
+    model = build("recurrent_gemma", sizes, vocab_size=263, logits_soft_cap=0.5)
     save_any_policy(model.eval(), tokenizer, tmp_path / "teacher")         # its soft cap has a name of its own
     with pytest.raises(ValueError, match=r"start-up check: teacher: logprobs\.py and the model's own logits differ by at most"):
         set_up(run_of(tmp_path, tmp_path / "teacher"))

@@ -251,22 +251,18 @@ def test_a_failed_call_leaves_all_totals_unscored_and_is_kept_in_the_run_folder(
 def test_async_functions_run_beside_each_other_on_one_loop_and_outputs_are_theirs():
     loops = []
 
-    def slow(name):
-        class Slow:
-            async def __call__(self, completions, **kwargs):
-                loops.append(asyncio.get_running_loop())
-                await asyncio.sleep(0.4)
-                return [float(len(name))] * len(completions)
-
-        Slow.__name__ = name
-        return Slow()
+    class Slow:
+        async def __call__(self, completions, **kwargs):
+            loops.append(asyncio.get_running_loop())
+            await asyncio.sleep(0.4)
+            return [float(len(type(self).__name__))] * len(completions)
 
     async def plain(completions, answer, **kwargs):
         loops.append(asyncio.get_running_loop())
         await asyncio.sleep(0.4)
         return [float(a) for a in answer]
 
-    functions, started = [slow("a"), plain, length, slow("ccc")], time.monotonic()
+    functions, started = [type("a", (Slow,), {})(), plain, length, type("ccc", (Slow,), {})()], time.monotonic()
     total, _ = call_and_score(functions, [1.0] * 4, rollout_of(*"abcd"), EXAMPLES)
     assert total.tolist() == [[6.0, 6.0], [7.0, 7.0]] and time.monotonic() - started < 1.1, "not 1.2 s, one after the other"
     call_and_score([plain], [1.0], rollout_of(*"abcd"), EXAMPLES)

@@ -8,8 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
-from conftest import ARCHITECTURES, start_run
+from conftest import ARCHITECTURES, build, start_run
 
 import logprobs
 import sample
@@ -47,7 +46,7 @@ def test_positions_that_are_ignored_are_refused(tokenizer, monkeypatch):
 
 def test_a_check_samples_no_more_tokens_than_the_run(tokenizer):
     """A model with 64 positions, and prompts that leave it four."""
-    model, prompt = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=64, vocab_size=263)).eval(), list(range(5, 65))
+    model, prompt = build("gpt2", {}, n_embd=32, n_layer=2, n_head=4, n_positions=64, vocab_size=263).eval(), list(range(5, 65))
     model.generation_config.eos_token_id = 1
     config = GRPOConfig(generation_max_length=4, engine="shared")
     policy, rollout = build_policy(network_of(model), tokenizer, [prompt, prompt], config)

@@ -82,15 +82,13 @@ def test_a_demonstration_with_a_stop_token_is_refused_where_it_would_be_cut(comp
 def test_stop_and_pad_tokens_that_are_text_are_refused(tokenizer):
     model = ARCHITECTURES["qwen3"]()
     refuse_wrong_ids(model, tokenizer, [[2, 9], [2, 9, 2, 9]])
-    for name, value, words in ("eos_token_id", [1, 20], "eos_token_id [1, 20] is ordinary text, '2'"), ("pad_token", "!",
-        "pad_token_id [3] is ordinary text, '!'"):
+    for name, value, text in ("eos_token_id", [1, 20], "2"), ("pad_token", "!", "!"):
         model, tokenizer = ARCHITECTURES["qwen3"](), byte_tokenizer()
         setattr(model.generation_config if name == "eos_token_id" else tokenizer, name, value)
-        with pytest.raises(ValueError, match=f"^--model_path: {re.escape(words)}; set it to a special token"):
+        with pytest.raises(ValueError, match=rf"^--model_path: {name}\S* \[.*\] is ordinary text, '{text}'; set it to a special token"):
             refuse_wrong_ids(model, tokenizer, [])
     model, tokenizer = ARCHITECTURES["qwen3"](), byte_tokenizer()
-    for prompts, words in ([[9], [2, 1]], "a prompt ends with a stop id"), ([[9, 263], [9]],
-        "makes the id 263, but the model has 263 embeddings"):
+    for prompts, words in ([[9], [2, 1]], "a prompt ends with a stop id"), ([[9, 263], [9]], "makes the id 263"):
         with pytest.raises(ValueError, match=f"^--model_path: .*{words}"):
             refuse_wrong_ids(model, tokenizer, prompts)
     model.generation_config.eos_token_id = tokenizer.eos_token = None
