@@ -89,28 +89,22 @@ def test_every_table_by_hand(tmp_path, capsys, monkeypatch):
     printed, tables = capsys.readouterr().out, by_number(shown)
     run = start_run(tmp_path, *flags)
     examples = next(run.batches)
-    prompts = [example["prompt"] for example in examples]
-    whole = run.policy.sample(prompts, run.config.grpo, [(0, 0, 0, p) for p in range(3)])
-    texts, rows = whole.completions[4:8], range(4, 8)
+    groups = train.sample_groups(run, examples)
+    whole, rows, advantages = groups.rollout, range(4, 8), train.group_advantages(run, groups)[1].tolist()
     assert "1 of 3 groups in batch 1 have zero variance; this is group 1\n" in printed
-    assert f"prompt: {prompts[1]!r}, answer: {examples[1]['answer']!r}" in printed
+    assert f"prompt: {examples[1]['prompt']!r}, answer: {examples[1]['answer']!r}" in printed
 
     logp = [whole.sampling_logp[row][whole.completion_mask[row]] for row in rows]
     assert tables["1"][1] == [
-        [str(g), repr(texts[g]), str(len(logp[g])), f"{sum(logp[g].tolist()):.3f} nat",
+        [str(g), repr(whole.completions[row]), str(len(logp[g])), f"{sum(logp[g].tolist()):.3f} nat",
          "stop token" if run.policy.tokenizer.eos_token_id in whole.completion_ids[row] else "length limit"]
         for g, row in enumerate(rows)]
 
     head, lines = tables["2"]
-    first, second = [sum(map(ord, text)) % 97 / 50 for text in texts], [len(set(text)) / 20 for text in texts]
-    scores = [a + 2 * b for a, b in zip(first, second, strict=True)]
-    rewards = [min(score, 1.7) for score in scores]
-    assert max(scores) > 1.7 > min(scores), "some are clipped"
-    mean = sum(rewards) / 4
-    advantages = [(reward - mean) / (sum((r - mean) ** 2 for r in rewards) / 3) ** 0.5 for reward in rewards]
+    columns = [points[1].tolist() for points in (*groups.per_function.values(), groups.scores, groups.rewards)]
+    assert max(columns[2]) > 1.7 > min(columns[2]), "some are clipped"
     assert [name.rpartition(":")[2] for name in head[1:]] == ["first x 1", "second x 2", "r", "r, clipped or penalised", "A"]
-    for g, line in enumerate(lines):
-        wanted = [g, first[g], second[g], scores[g], rewards[g], advantages[g]]
+    for line, wanted in zip(lines, zip(range(4), *columns, advantages), strict=True):
         assert list(map(float, line)) == pytest.approx(wanted, abs=0.0051)
     assert "A: baseline group_mean, scale group" in printed
 
