@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import QUICK, start_run, watch_calls
+from conftest import QUICK, length_reward, start_run, watch_calls
 
 from analysis import explain
 import train
@@ -17,25 +17,20 @@ from runs.command_line import parse_config
 from runs.setup import set_up
 
 
-def reward_file(folder, body):
-    (folder / "mine.py").write_text(f"def mine(completions, **columns):\n    return [{body} for c in completions]\n")
-    return f"{folder}/mine.py:mine"
-
-
 FLAGS = "--use_grpo --batch_size 1 --max_steps 9 --cold_start_steps 0 --learning_rate 1e-3 --warmup_ratio 0".split()
 
 
-def explained(folder, capsys, *flags, body="len(c)"):
+def explained(folder, capsys, *flags, reward=None):
     """Return what the command prints."""
     capsys.readouterr()
-    explain.main([*QUICK, "--output_dir", str(folder / "out"), *FLAGS, "--reward_functions", reward_file(folder, body), *flags])
+    explain.main([*QUICK, "--output_dir", str(folder / "out"), *FLAGS, "--reward_functions", reward or length_reward(folder), *flags])
     return capsys.readouterr().out
 
 
 def test_a_group_with_unequal_rewards_is_searched_for_and_its_absence_is_reported(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(explain, "BATCHES", 3)
     with pytest.raises(ValueError, match="all groups of 3 batches have zero variance"):
-        explained(tmp_path, capsys, body="1.0")
+        explained(tmp_path, capsys, reward="correctness")
     calls, sample = [], train.sample_groups
     lengths = torch.tensor([[1.0, 2.0, 3.0, 3.0]])
 
@@ -44,14 +39,14 @@ def test_a_group_with_unequal_rewards_is_searched_for_and_its_absence_is_reporte
         return calls[-1]
 
     monkeypatch.setattr(train, "sample_groups", tied_at_first)
-    printed = explained(tmp_path, capsys, body="1.0")
+    printed = explained(tmp_path, capsys, reward="correctness")
     assert len(calls) == 2 and "0 of 1 groups in batch 2 have zero variance" in printed
     assert repr(calls[1].examples[0]["prompt"]) in printed and "gradient norm" in printed
 
 
 @pytest.mark.slow
 def test_the_next_step_of_a_run_is_explained_and_a_finished_one_is_not(tmp_path, capsys):
-    train.main([*QUICK, "--output_dir", str(tmp_path / "out"), *FLAGS, "--reward_functions", reward_file(tmp_path, "len(c)"),
+    train.main([*QUICK, "--output_dir", str(tmp_path / "out"), *FLAGS, "--reward_functions", length_reward(tmp_path),
                 "--max_steps", "4", "--save_steps", "3"])
     resume = ["--output_dir", str(tmp_path / "out"), "--resume"]
     with pytest.raises(ValueError, match="this run is complete"):

@@ -1,5 +1,6 @@
 """The default reward functions by example, and how points are added up."""
 
+import contextlib
 import importlib.util
 import itertools
 import math
@@ -124,16 +125,9 @@ UNITS = [
 FRAMES = ["{}", "<answer>{}</answer>", "<answer>{}!", "```json\n{}", "\\boxed{{{}}}"]
 
 
-def rating(text):
-    try:
-        return parse_rating(text)
-    except ValueError:
-        return None
-
-
 READERS = {
     **{name: lambda text, name=name: points(name, text, text) for name in BUILT_IN if name not in IN_A_SANDBOX},
-    "judge": rating,
+    "judge": parse_rating,
     "math_equality's reading": lambda text: mathematics.in_box(text[:mathematics.LONGEST_TEXT]),
     "passes_tests's reading": lambda text: programs.program_of(text, {"f(1)"}),
     "calculator": lambda text: run_calls(text, {"calculate": calculate}),
@@ -147,7 +141,8 @@ def test_no_completion_of_100_000_characters_takes_a_second(name):
     for frame, unit in itertools.product(FRAMES, UNITS):
         text = frame.format(unit * (100_000 // len(unit)))
         started = time.process_time()
-        READERS[name](text)
+        with contextlib.suppress(ValueError):             # the judge's, which answers None
+            READERS[name](text)
         assert time.process_time() - started < 1, (frame, unit)
 
 
