@@ -440,9 +440,6 @@ def test_the_overlong_penalty_falls_over_the_buffer_and_nowhere_else():
     close(overlong_penalty(torch.tensor(lengths), max_tokens=10, buffer=3), [0, 0, -1 / 3, -2 / 3, -1], 1e-6)
 
 
-# ---- value function ------------------------------------------------------------------------------------------------
-
-
 def gae_by_hand(rewards, values, mask, gamma, lam):
     """The sum of eq. 16 over the chosen tokens of each row."""
     advantages = [[0.0] * len(row) for row in rewards]
@@ -476,9 +473,6 @@ def test_value_loss_by_hand_and_its_gradient_stops_outside_the_clip():
     close(values.grad, [[0.0, (0.1 - 1) / 4, 0.0, (0.4 + 1) / 4, (-0.7 - 3) / 4, 0.0]], 1e-12)
 
 
-# ---- copied out ----------------------------------------------------------------------------------------------------
-
-
 def test_every_function_but_four_works_copied_alone_into_another_project():
     ones, mask = torch.ones(2, 3), torch.ones(2, 3, dtype=torch.bool)
     of_tokens = dict(logp=ones, log_ratio=ones, advantages=ones, mask=mask, clip_low=0.2, clip_high=0.2)
@@ -501,9 +495,6 @@ def test_every_function_but_four_works_copied_alone_into_another_project():
         exec("\n".join(imports), project)
         exec(inspect.getsource(function), project)
         call(project[function.__name__])
-
-
-# ---- and it learns -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("loss_type", LOSSES)

@@ -75,16 +75,14 @@ def test_variables_reach_the_template_and_are_saved_with_the_tokenizer(base, tmp
 
 @pytest.mark.parametrize("variables,demonstration,sampled", [
     (OFF, "2", "2<|im_end|>"), ("", "<think>\nhm\n</think>\n\n2", "<think>\nhm\n</think>\n\n2<|im_end|>"),
-    ("", "2", "2<|im_end|>"),
 ])
 def test_prompt_and_demonstration_are_what_the_template_makes_of_both(base, variables, demonstration, sampled):
     tokenizer = load(base, chat_template_kwargs=variables)
     ids, own = encode_demonstration(tokenizer, "1+1=?", demonstration, [tokenizer.eos_token_id])
     assert tokenizer.decode(ids) == sampled and all(own)
-    if variables or "think" in demonstration:
-        messages = [{"role": "user", "content": "1+1=?"}, {"role": "assistant", "content": demonstration}]
-        whole = tokenizer.apply_chat_template(messages, tokenize=False)
-        assert tokenizer.decode(encode_prompt(tokenizer, "1+1=?") + ids) + "\n" == whole
+    messages = [{"role": "user", "content": "1+1=?"}, {"role": "assistant", "content": demonstration}]
+    whole = tokenizer.apply_chat_template(messages, tokenize=False)
+    assert tokenizer.decode(encode_prompt(tokenizer, "1+1=?") + ids) + "\n" == whole
 
 
 def test_none_leaves_text_as_it_is(base):

@@ -173,9 +173,6 @@ def test_prompts_are_shared_where_that_saves_a_fifth_of_the_tokens(prompt, copie
     assert saves_tokens(prompt, GRPOConfig(num_completions_per_prompt=copies, generation_max_length=limit)) == saves
 
 
-# ---- a teacher: --reference_path, distillation without rewards, refused, explained ---------------------------------------
-
-
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory):
     """The folder of the built-in model with other weights."""
