@@ -93,8 +93,7 @@ def test_what_was_sampled_is_a_prefix_of_every_later_prompt(name, settings):
     tokenizer = chat_tokenizer(name)
     stops = [tokenizer.eos_token_id]
     said = ["<think>hm</think>one", "two", "madeupturn"]
-    answers = ["and?", {"role": "tool", "content": "4 \n2"}, "madeupturn?"]
-    heard = iter(answers)
+    heard = iter(["and?", {"role": "tool", "content": "4 \n2"}, "madeupturn?"])
     settings = replace(settings, generation_max_length=1000)
     conversation = Conversation(tokenizer, "1+1=?", lambda messages: next(heard), settings, stops)
     prompt = encode_prompt(tokenizer, "1+1=?")
@@ -112,12 +111,8 @@ def test_what_was_sampled_is_a_prefix_of_every_later_prompt(name, settings):
     assert [m["content"] for m in conversation.messages[1::2]] == said
 
     # Where a template shows every turn as it was, this is what it makes of the whole conversation.
-    messages = [{"role": "user", "content": "1+1=?"}]
-    for turn, answer in zip(said, answers):
-        answer = {"role": "user", "content": answer} if isinstance(answer, str) else answer
-        if answer["role"] == "tool" and name in ("gemma", "mistral"):
-            answer = answer | {"role": "user"}
-        messages += [{"role": "assistant", "content": turn}, answer]
+    unknown = "tool" if name in ("gemma", "mistral") else None
+    messages = [m | {"role": "user"} if m["role"] == unknown else m for m in conversation.messages]
     if name == "plain":
         assert text == "<think>hm</think>one<eos>\nand?\ntwo<eos>\n4 \n2\nmadeupturn<eos>\nmadeupturn?\n"
     elif name == "thoughts":

@@ -49,8 +49,6 @@ def test_cells_of_a_csv_file_are_their_text_and_empty_ones_are_none(tmp_path):
 @pytest.mark.parametrize("name,content,message", [
     ("none.csv", None, "cannot be read as .csv: .*No such file"),
     ("blank.jsonl", '{"prompt": "a"}\n{"prompt": " "}\n', "example 2: the prompt is empty"),
-    ("turns.jsonl", '{"conversations": [{"from": "human"}]}\n', "chat messages must look like"),
-    ("two.jsonl", '{"prompt": "a", "completion": [{"content": "b"}, {"content": "c"}]}', "chat messages must look like"),
     ("bad.json", "{", "cannot be read as .json: Expecting property name"), ("dict.json", '{"a": 1}', "must hold a list"),
     ("list.json", "[]", "no examples"), ("pair.json", '[{"prompt": "\\uD800"}]', "'utf-8' codec can't encode"),
     ("bad.parquet", "not parquet", "cannot be read as .parquet"),
