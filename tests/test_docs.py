@@ -54,7 +54,7 @@ def test_every_link_leads_somewhere(page):
 
 
 @pytest.mark.parametrize("page", OF_TODAY, ids=lambda page: page.name)
-def test_every_command_of_a_program_is_accepted(page):
+def test_every_command_of_a_program_is_accepted_and_every_file_that_is_run_is_a_program(page):
     for words in commands(page, r"train\.py"):
         if not {"--resume", "--task"} & {*words}:         # they read files
             parse_config(words)
@@ -62,10 +62,6 @@ def test_every_command_of_a_program_is_accepted(page):
         parse_infer(words, "")
     for words in commands(page, r"-m analysis\.explain"):
         parse_config(words)
-
-
-@pytest.mark.parametrize("page", OF_TODAY, ids=lambda page: page.name)
-def test_every_file_that_a_page_runs_is_there_and_is_a_program(page):
     names = re.findall(r"python (?:-m )?((?:analysis|bench|docs|examples)[./]\w+)", page.read_text())
     paths = {name: ROOT / f"{name.replace('.', '/')}.py" for name in names}
     programs = {name for name, path in paths.items() if path.exists() and (

@@ -57,8 +57,6 @@ def method(request, monkeypatch):
     ("def", False, "", "exit code 1"),
     ("print('\\ud800')", False, "", "exit code 1"),
     ("a = 'x' * 10**9", False, "", "memory"),
-    ("while True: pass", False, "", "time"),
-    ("import time; time.sleep(99)", False, "", "time"),
     ("print('x' * 10**6)", False, "x" * OUTPUT_BYTES, "output"),
     ("import ctypes; ctypes.string_at(0)", False, "", "SIGSEGV"),
     ("import os; print({*os.environ} - {'LC_CTYPE', 'PWD'})", True, "set()\n", ""),
@@ -68,14 +66,8 @@ def method(request, monkeypatch):
      "(10, 10) (0, 0) (0, 0)\n", ""),
 ])
 def test_a_program_runs_and_what_became_of_it_is_said(method, code, ok, stdout, reason):
-    result = run_python(code, timeout_s=0.5 if reason == "time" else 10)
+    result = run_python(code, timeout_s=10)
     assert (result.ok, result.stdout, result.reason) == (ok, stdout, reason), result
-
-
-def test_many_threads_may_call_at_once(method):
-    with ThreadPoolExecutor(8) as threads:
-        results = list(threads.map(lambda i: run_python(f"print({i})").stdout, range(64)))
-    assert results == [f"{i}\n" for i in range(64)]
 
 
 def test_the_first_method_that_works_is_used_and_without_one_nothing_is_run(monkeypatch):
@@ -203,9 +195,10 @@ def test_hostile_programs_are_contained(method):
             started = time.monotonic()
             result = run_python(code, timeout_s=1.5, memory_mb=256)
             seconds = time.monotonic() - started
-            next_output = run_python("print(6 * 7)").stdout
+            next_output = run_python(f"print({name!r})").stdout
             assert "ESCAPED" not in result.stdout + result.stderr, (name, result)
-            assert os.listdir(folder) == ["file"] and victim.read_text() == SECRET and seconds < 6 and next_output == "42\n", (name, result)
+            assert os.listdir(folder) == ["file"] and victim.read_text() == SECRET and seconds < 6, (name, result)
+            assert next_output == f"{name}\n", "of this program, not of one in another thread"
             assert name not in SLOW_ONES or result.reason == "time", (name, result)
 
     with ThreadPoolExecutor(8) as threads:
