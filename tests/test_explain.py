@@ -160,14 +160,8 @@ def test_a_value_head_gives_each_token_its_own_advantage_and_the_loss_a_term(tmp
 def test_a_cold_start_is_taken_in_part_and_grpo_begins_anew(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(explain, "COLD_STEPS", 2)
     flags = [*QUICK, *FLAGS, "--cold_start_steps", "5", "--eval_limit", "0", "--output_dir", str(tmp_path / "out")]
-    run, batches = set_up(parse_config(flags)), []
-
-    def step(run, batch):
-        batches.append(batch)
-        run.progress.phase_step += 1
-
-    monkeypatch.setattr(train, "supervised_training_step", step)
+    run, steps = set_up(parse_config(flags)), watch_calls(monkeypatch, train, "supervised_training_step")
     explain.train_until_grpo(run)
     assert "taking 2 supervised steps of cold_start first" in capsys.readouterr().out
-    assert len(batches) == 2 and batches[0] != batches[1]
+    assert len(steps) == 2 and steps[0][1] != steps[1][1]
     assert run.phase.name == "grpo" and run.progress.phase_step == 0

@@ -108,13 +108,9 @@ def test_a_callers_own_policy_computes_in_the_precision_of_the_run(tmp_path):
 @pytest.mark.parametrize("precision,kept", [("bfloat16", {"A_log", "down_bias"}), ("float16", {"A_log", "down_bias", "down"})])
 def test_frozen_weights_that_autocast_leaves_stay_as_they_are(precision, kept):
     """The state of a Mamba layer and a mixture's biases; in float16 all of a mixture."""
-    class TinyExperts(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.down, self.down_bias = torch.nn.Parameter(torch.ones(2, 3, 3)), torch.nn.Parameter(torch.ones(2, 3))
-
+    tiny = type("TinyExperts", (torch.nn.ParameterDict,), {})({"down": torch.ones(2, 3, 3), "down_bias": torch.ones(2, 3)})
     model = ARCHITECTURES["qwen3"]()
-    model.model.layers[0].A_log, model.model.layers[0].experts = torch.nn.Parameter(torch.ones(3, 3)), TinyExperts()
+    model.model.layers[0].A_log, model.model.layers[0].experts = torch.nn.Parameter(torch.ones(3, 3)), tiny
     set_precision(model.requires_grad_(False), precision)
     added = {name.rpartition(".")[2]: p.dtype for name, p in model.named_parameters() if "experts" in name or "A_log" in name}
     assert {name for name, dtype in added.items() if dtype == torch.float32} == kept

@@ -15,9 +15,7 @@ from logprobs import completion_lengths
 from engine.errors import RunError
 from runs.folder import completion_records
 from runs.groups import describe_conversations
-from environments.conversations import (
-    MAX_MESSAGE_CHARACTERS, Conversation, sample_with_environment,
-)
+from environments.conversations import MAX_MESSAGE_CHARACTERS, Conversation, sample_with_environment
 from environments.instances import load_environment
 from environments.messages import encode_turns, encode_reply
 from model import byte_tokenizer

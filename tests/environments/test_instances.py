@@ -93,8 +93,7 @@ def test_an_environment_may_give_its_own_reward_and_have_async_tools(tokenizer, 
             return float(self.said)
 
         async def count(self, step: int) -> int:
-            """
-            Count.
+            """Count.
 
             Args:
                 step: What to add.

@@ -19,6 +19,8 @@ def test_every_file_format_gives_the_same_examples_with_or_without_a_byte_order_
     path = tmp_path / f"data.{suffix}"
     table = datasets.Dataset.from_list(ROWS)
     if suffix == "json":
+        path.write_text('{"prompts": ["a", "é漢"]}', encoding="utf-8")
+        assert load_examples(str(path)) == [{"prompt": "a"}, {"prompt": "é漢"}]
         path.write_text(json.dumps(ROWS))
     else:
         {"jsonl": table.to_json, "csv": table.to_csv, "parquet": table.to_parquet}[suffix](path)
@@ -27,12 +29,6 @@ def test_every_file_format_gives_the_same_examples_with_or_without_a_byte_order_
     if suffix != "parquet":
         path.write_text(path.read_text(), encoding="utf-8-sig")
         assert load_examples(str(path)) == ROWS
-
-
-def test_a_json_file_of_prompts_alone(tmp_path):
-    path = tmp_path / "prompts.json"
-    path.write_text('{"prompts": ["a", "é漢"]}', encoding="utf-8")
-    assert load_examples(str(path)) == [{"prompt": "a"}, {"prompt": "é漢"}]
 
 
 def test_cells_of_a_csv_file_are_their_text_and_empty_ones_are_none(tmp_path):
