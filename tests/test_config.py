@@ -1,6 +1,5 @@
 """Settings: defaults, choices, and incompatible ones; from files, from a run and from profiles."""
 
-import dataclasses
 import json
 from pathlib import Path
 
@@ -11,11 +10,6 @@ from config import PROFILES, Config, GRPOConfig, TrainingConfig, profile_values
 from runs import phases
 from runs.command_line import parse_config, parse_infer
 from sources.settings import complete, read_settings, resumed
-
-
-def test_the_help_of_profile_names_every_profile():
-    (help,) = (f.metadata["help"] for f in dataclasses.fields(TrainingConfig) if f.name == "profile")
-    assert all(f" {name}" in help for name in PROFILES)
 
 
 @pytest.mark.parametrize("name,value", [("clip_low", 0.0), ("generation_top_p", 1.0), ("kl_penalty_coef", 1), ("output_dir", Path("a"))])

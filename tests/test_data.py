@@ -155,8 +155,7 @@ def test_columns_have_usual_names_or_are_named():
 @pytest.mark.parametrize("value,column,words", [
     (2.5, "{price:.2f} Euros", "{price:.2f}: formats are not supported; write {price}"),
     (2.5, "{price!r}", "{price!r}: formats are not supported"),
-    (date(2024, 3, 1), "On {price}?",
-     "{price} is the date datetime.date(2024, 3, 1), not text: data.map(lambda row: {'price': str"),
+    (date(2024, 3, 1), "On {price}?", "{price} is the date datetime.date(2024, 3, 1), not text: data.map"),
 ])
 def test_what_braces_cannot_write_is_refused(value, column, words):
     with pytest.raises(ValueError, match=f"example 1: .*{re.escape(words)}"):
@@ -211,8 +210,7 @@ KNOWN_ROLES = (
 
 
 @pytest.mark.parametrize("template,messages,problem", [
-    (KNOWN_ROLES, [message("developer", "Be brief."), USER],
-     "the prompt lacks the developer's message 'Be brief.': the chat template omits it; .* --chat_template none"),
+    (KNOWN_ROLES, [message("developer", "Be brief."), USER], "lacks the developer's message 'Be brief.': .*--chat_template none"),
     ("{% for m in messages %}{{ m.content[0].text }}{% endfor %}", [USER], "the prompt lacks the user's message '1[+]1=[?]'"),
     ("{{ raise_exception('System role not supported') }}", [SYSTEM], "rejects the prompt.*System role not supported"),
     (KNOWN_ROLES, [USER, message("assistant", "<think>\n1+1\n</think>\n\n2"), message("tool", 'two\n"lines"'),

@@ -215,8 +215,7 @@ def test_is_hf_initialized_marks_each_weight_that_was_read_when_a_module_gets_it
 
 
 def test_hf_deactivate_async_load_is_read_by_the_loader():
-    found = '"HF_DEACTIVATE_ASYNC_LOAD"' in inspect.getsource(core_model_loading)
-    assert found, "from_pretrained reads all weights ahead, into the memory of each process"
+    assert '"HF_DEACTIVATE_ASYNC_LOAD"' in inspect.getsource(core_model_loading), "weights are read ahead in each process"
 
 
 @pytest.mark.filterwarnings("error::DeprecationWarning", "error::PendingDeprecationWarning", "error::FutureWarning")

@@ -26,14 +26,10 @@ from reward_functions.calling import Reports
 from runs.groups import summarize_sampling
 
 
-def flags_of(**flags):
-    config = Config.of(**{"model_path": "some/model", "use_grpo": True} | flags)         # defaults, without a profile
-    return {name: value for part in config.as_dict().values() for name, value in part.items()}
-
-
 def findings(rollouts, **flags):
     """{rule: advice} of a run."""
-    _, *found = diagnose([line | {"phase": "grpo"} for line in rollouts], flags_of(**flags))
+    config = Config.of(model_path="some/model", use_grpo=True, **flags)
+    _, *found = diagnose([line | {"phase": "grpo"} for line in rollouts], config.flags)
     assert not any("\n" in line or "nan" in line for line in found)
     return dict(line.split(": ", 1) for line in found)
 
@@ -61,13 +57,9 @@ def changed(change, rollouts=150, start=0.5, end=0.5, seed=1):
     return [line | (change(number - 30, line) if number >= 30 else {}) for number, line in enumerate(lines)]
 
 
-def fall(t):                    # of ten rollouts, from 1 to 0
-    return max(0.0, 1 - t / 10)
-
-
 GENERATED = {                   # lines, the findings, words in the first one, flags
     "collapse in ten rollouts": (
-        changed(lambda t, line: {"reward/correctness": 0.97 * fall(t), "mean_reward": 0.18 + 1.03 * fall(t),
+        changed(lambda t, line: {"reward/correctness": max(0, 0.97 - t / 10), "mean_reward": max(0.18, 1.21 - t / 10),
                                  "zero_variance_groups": 0.3},
                 start=0.97, end=0.97), ["collapse"], "fell from its maximum, 1.27, to 0.18"),
     "a collapse of what was gained": (
@@ -117,7 +109,7 @@ def test_healthy_runs_have_no_findings():
 
 def test_nothing_is_found_where_nothing_is_known_or_before_ten_rollouts():
     assert findings([{}] * 40) == findings([dict.fromkeys(healthy()[0])] * 40) == findings([{"skipped": 1}] * 9) == {}
-    assert diagnose([{"phase": "supervised", "loss": 1.0}], flags_of()) == []
+    assert diagnose([{"phase": "supervised", "loss": 1.0}], Config.of().flags) == []
 
 
 def test_a_small_loss_of_reward_is_no_collapse():

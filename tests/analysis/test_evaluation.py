@@ -157,9 +157,8 @@ def batches_of(monkeypatch, settings, seconds=0.0, **options):
     monkeypatch.setattr(evaluation.time, "monotonic", lambda: clock[0])
     policy, settings = SimpleNamespace(sample=None, sampler=None, map_over_processes=work, num_slices=1), replace(settings, generation_batch_size=7)
     with suppress(Stopped):
-        for _ in evaluation.sample_and_score_problems(
-                policy, [{}] * 8, settings, Scoring([], []), seed=0, num_completions=2, notify=lines.append, **options):
-            pass
+        list(evaluation.sample_and_score_problems(
+            policy, [{}] * 8, settings, Scoring([], []), seed=0, num_completions=2, notify=lines.append, **options))
     return seen, lines
 
 

@@ -12,7 +12,6 @@ from engine.network import set_precision
 from engine.sampler import SamplingState, find_interval
 from sample import LogitsError
 
-EARLY = list(range(1, 30))                                # stop ids, so that completions end at different times
 ANY = dict(generation_max_length=40, generation_temperature=1.0, generation_top_k=0, generation_top_p=1.0)
 
 
@@ -31,7 +30,7 @@ def compactions(monkeypatch):
 
 
 def test_the_cache_is_compacted_as_completions_end_and_grow(shared, monkeypatch, compactions):
-    shared.model.generation_config.eos_token_id = EARLY
+    shared.model.generation_config.eos_token_id = list(range(1, 30))             # completions end at different times
     prompts, config = PROMPTS * 2 + ["x", "another one"], GRPOConfig(num_completions_per_prompt=3, **ANY)
 
     def sample(size, capacity, kept=0):

@@ -53,7 +53,6 @@ NUMBERS = [                     # completion, is 72 its answer?, rewards of corr
     ("**Answer: 72**", 1, 0, 1, 1),
     ("The answer is $72$.", 1, 0, 1, 1),
     ("### Step 3\nAdd them: 48 + 24 = 72\n\nSo Natalia sold **72 clips** altogether.", 1, 0, 1, 1),
-    ("Natalia sold a total of 72 dollars.", 1, 0, 1, 1),
     ("72", 1, 0, 1, 1),
     ("Let me think. 48 and half of it is 24, that makes 70.", 0, 0, 0, 0),
     ("", 0, 0, 0, 0),

@@ -142,7 +142,6 @@ ORDINARY = {
     "socketpair": "import asyncio, socket\nasync def f():\n    a, b = socket.socketpair()\n    b.send(b'5\\n')\n"
                   "    reader, _ = await asyncio.open_connection(sock=a)\n"
                   "    print(int(await reader.readline()))\nasyncio.run(f())",
-    "threads": "from concurrent.futures import ThreadPoolExecutor\nprint(sum(ThreadPoolExecutor(4).map(int, '122')))",
     "alarm": "import signal, time\nsignal.signal(signal.SIGALRM, lambda *a: print(5))\n"
              "signal.setitimer(signal.ITIMER_REAL, 0.01); time.sleep(0.2)",
     "own signal": "import signal\nsignal.signal(signal.SIGUSR1, lambda *a: print(5)); signal.raise_signal(signal.SIGUSR1)",

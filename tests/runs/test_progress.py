@@ -90,8 +90,6 @@ def test_a_checkpoint_that_cannot_be_read_is_one_line_that_names_it_and_the_one_
     shutil.rmtree(good)
     with pytest.raises(ValueError, match=r"cannot be read: .*start in another folder$"):
         latest_checkpoint(tmp_path)
-    shutil.rmtree(bad)
-    assert latest_checkpoint(tmp_path) is None
 
 
 @pytest.mark.slow

@@ -128,6 +128,5 @@ def test_a_run_says_that_the_templates_end_of_turn_is_a_stop(tmp_path, capsys, c
     model.resize_token_embeddings(len(tokenizer))
     model.generation_config.eos_token_id = [1, tokenizer.pad_token_id] if configured else 1
     save_any_policy(model, tokenizer, tmp_path / "model")
-    run, end = start_run(tmp_path / "run", "--model_path", str(tmp_path / "model")), tokenizer.pad_token_id
-    assert sample.stop_token_ids(run.policy.model, run.policy.tokenizer) == [1, end]
+    start_run(tmp_path / "run", "--model_path", str(tmp_path / "model"))
     assert ("  note   <|im_end|>, which ends a turn in the chat template, also ends completions\n" in capsys.readouterr().out) == (not configured)
