@@ -8,6 +8,8 @@ from html.parser import HTMLParser
 
 import pytest
 from matplotlib.figure import Figure
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 import infer
 from analysis import report
@@ -185,9 +187,6 @@ def test_tokens_are_read_with_the_final_model_else_the_newest_checkpoint_else_th
 
 
 def test_tokens_have_their_text_with_the_space_they_begin_with(tmp_path):
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
     words = Tokenizer(models.WordLevel({"\u2581the": 0, "\u2581cat": 1, "s": 2, "<unk>": 3, "\u2581.": 4}, unk_token="<unk>"))
     words.pre_tokenizer, words.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()      # as SentencePiece's
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)

@@ -68,12 +68,10 @@ def test_reward_functions_of_trl_run_unchanged(name, tmp_path):
     torch.testing.assert_close(total[0].tolist(), TRLS_POINTS[name])
 
 
-FILE = Path(__file__).with_name("foreign_rewards.py")
 ROW = {
     "prompt": [{"role": "user", "content": "6+1=?"}], "answer": "7", "solution": "7",
     "verification_info": {"inputs": [1, 2]}, "data_source": "openai/gsm8k",
 }
-OTHER = ROW | {"answer": "x", "solution": "x"}
 POINTS = {                      # of two completions of the first row, and two of the other one
     "accuracy_reward": [1, 0, None, None],
     "compute_score": [1, 0, 0, 0],
@@ -82,8 +80,8 @@ POINTS = {                      # of two completions of the first row, and two o
 
 @pytest.mark.parametrize("name", POINTS)
 def test_reward_functions_of_others_run_unchanged(name):
-    function, reports = load_reward_function(f"{FILE}:{name}"), Reports()
-    examples = [ROW | {"extra_info": {"index": 4}}, OTHER | {"extra_info": {"index": 5}}]
+    function, reports = load_reward_function(f"{Path(__file__).with_name('foreign_rewards.py')}:{name}"), Reports()
+    examples = [ROW | {"extra_info": {"index": 4}}, ROW | {"answer": "x", "solution": "x", "extra_info": {"index": 5}}]
     require_columns([function], examples, "the data")
     rollout = rollout_of("#### 7", "maybe", "#### 7", "maybe")
     _, per_function = call_and_score([function], [1.0], rollout, examples, reports=reports, timeout=30.0)

@@ -10,10 +10,8 @@ from conftest import read_programs, watch_calls
 from reward_functions import programs, sandbox
 from reward_functions.programs import passes_tests
 
-if sys.platform != "linux":
-    pytest.skip("the sandbox needs Linux", allow_module_level=True)
-
-pytestmark = pytest.mark.usefixtures("no_process_is_left")
+pytestmark = [
+    pytest.mark.usefixtures("no_process_is_left"), pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")]
 
 
 TESTS = ["assert square(3) == 9", "assert square(-4) == 16", "assert abs(square(0.5) - 0.25) < 1e-9"]

@@ -3,6 +3,7 @@
 import json
 from functools import partial
 
+import datasets
 import pytest
 from test_data import data_of, message, write_lines
 
@@ -66,8 +67,6 @@ PUBLISHED = [                   # row, forms, prompt, answer, completion, other 
 
 @pytest.mark.parametrize("row,forms,prompt,answer,completion,others", PUBLISHED)
 def test_a_data_set_is_read_as_it_is_published_and_its_form_is_named(row, forms, prompt, answer, completion, others, tmp_path):
-    import datasets
-
     datasets.Dataset.from_list([row]).to_parquet(tmp_path / "data.parquet")
     for source in [row], str(tmp_path / "data.parquet"):
         lines = []

@@ -4,6 +4,7 @@ import json
 import sys
 from types import SimpleNamespace
 
+import datasets
 import numpy as np
 import pytest
 
@@ -14,8 +15,6 @@ ROWS = [{"prompt": "a", "answer": "1", "level": "02"}, {"prompt": "b", "answer":
 
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "parquet"])
 def test_every_file_format_gives_the_same_examples_with_or_without_a_byte_order_mark(tmp_path, suffix):
-    import datasets
-
     path = tmp_path / f"data.{suffix}"
     table = datasets.Dataset.from_list(ROWS)
     if suffix == "json":
