@@ -23,7 +23,8 @@ FLAGS = "--use_grpo --batch_size 1 --max_steps 9 --cold_start_steps 0 --learning
 def explained(folder, capsys, *flags, reward=None):
     """Return what the command prints."""
     capsys.readouterr()
-    explain.main([*QUICK, "--output_dir", str(folder / "out"), *FLAGS, "--reward_functions", reward or length_reward(folder), *flags])
+    rewards = ["--reward_functions", reward or length_reward(folder)]
+    explain.main([*QUICK, "--output_dir", str(folder / "out"), *FLAGS, *rewards, *flags])
     return capsys.readouterr().out
 
 

@@ -165,8 +165,8 @@ def test_what_a_function_could_not_score_is_left_out(folder, tmp_path, prompts, 
     completions = [problem["completions"] for problem in written["problems"]]
     assert [completion["rewards"]["later"] for completion in completions[0]] == [None, None]
     printed, length, total = capsys.readouterr().out, *(written["estimates"][name] for name in ("reward/length", "reward"))
-    assert "reward/later 2.000 of 7 x 2\n" in printed and f"\nreward {total['mean']:.3f} [" in printed and "accuracy" not in printed
-    assert f"reward/length {length['mean']:.3f} [{length['low']:.3f}, " in printed
+    assert "reward/later 2.000 of 7 x 2\n" in printed and "accuracy" not in printed
+    assert f"\nreward {total['mean']:.3f} [" in printed and f"reward/length {length['mean']:.3f} [{length['low']:.3f}, " in printed
 
 
 def test_a_conversation_whose_environment_raises_is_one_line_or_unscored_and_not_right(folder, tmp_path, scripted):

@@ -38,8 +38,8 @@ SIZES = dict(
 IN_TURN = dict(sliding_window=16, layer_types=["sliding_attention", "full_attention"])
 ARCHITECTURES = {
     "gemma2": partial(                                    # vLLM has no head of its own for it
-        build, "gemma2", SIZES, sliding_window=16, query_pre_attn_scalar=32, final_logit_softcapping=10.0, attn_logit_softcapping=5.0,
-        attn_implementation="eager"),
+        build, "gemma2", SIZES, sliding_window=16, query_pre_attn_scalar=32, final_logit_softcapping=10.0,
+        attn_logit_softcapping=5.0, attn_implementation="eager"),
     "gemma3": partial(build, "gemma3_text", SIZES, **IN_TURN, query_pre_attn_scalar=32),
     "qwen3": partial(build, "qwen3", SIZES, tie_word_embeddings=True),
     "gemma4": partial(
@@ -105,7 +105,8 @@ def test_engine_and_trainer_agree_before_and_after_ten_updates(name, adapter, to
 def test_a_mixture_of_experts_is_refused_where_vllm_cannot_take_its_weights(tokenizer):
     """vLLM for CPUs packs experts when it loads them, and a second time goes wrong."""
     torch.manual_seed(0)
-    model = build("qwen3_moe", SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, decoder_sparse_step=1).eval()
+    experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, decoder_sparse_step=1)
+    model = build("qwen3_moe", SIZES, **experts).eval()
     policy = policy_of(model, tokenizer)
     with pytest.raises(RatioError, match="first ratios must be 1"):
         policy.require_ratios_of_1(deviation(policy, sample(policy)))

@@ -125,7 +125,7 @@ NONE = {"truncated": 0.0, "zero_variance_groups": 1.0, "zero_variance_right_grou
 
 @pytest.mark.parametrize("metrics,flags,right,seen,expected", [
     ({"truncated": 0.9}, {}, {"correctness": 0, "last_number": 7}, "", "90% of the completions were cut at 256 tokens"),
-    ({"truncated": 0.3}, {}, {"correctness": 0, "last_number": 7}, "0 tags", "(0 tags), 7 by last_number: --reward_functions last"),
+    ({"truncated": 0.3}, {}, {"correctness": 0, "last_number": 7}, "0 tags", "(0 tags), 7 by last_number: --reward_functions"),
     ({}, {}, {"correctness": 0, "last_number": 0}, "9 tags", "(9 tags): ask for the form of the answer by --instruction"),
     ({"turns": 1.0}, {"environment": "calculator", "max_turns": 2}, {}, "", "no completion was answered by the environment"),
     ({"turns": 1.5}, {"environment": "calculator", "max_turns": 2}, {}, "", "100% of the groups have zero variance"),
