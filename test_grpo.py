@@ -21,9 +21,6 @@ from grpo import (
     importance_weights, kl_penalty, overlong_penalty, policy_loss, token_loss, token_weights, value_loss, weighted_loss,
 )
 
-# ---- advantages ----------------------------------------------------------------------------------------------------
-
-
 def close(actual, expected, tolerance=1e-10):
     torch.testing.assert_close(actual, torch.as_tensor(expected, dtype=actual.dtype), atol=tolerance, rtol=tolerance)
 
@@ -104,8 +101,6 @@ def test_rewards_without_siblings_are_refused(rewards):
     with pytest.raises(ValueError, match="group >= 2"):
         compute_group_advantages(rewards)
 
-
-# ---- losses --------------------------------------------------------------------------------------------------------
 
 CLIP_LOW, CLIP_HIGH, MAX_TOKENS = 0.2, 0.3, 11
 
@@ -382,9 +377,6 @@ def test_completions_that_got_too_unlikely_are_dropped_if_they_were_below_the_me
             close(loss[i], [0.0 if dropped else x for x in free[i].tolist()])
             assert clipped[i].tolist() == [bool(x) or dropped for x in removed[i]]
         assert (loss[0] == 0).all() == (sign < 0) and not (loss[3] == 0).all()
-
-
-# ---- KL ------------------------------------------------------------------------------------------------------------
 
 
 def expectation(estimator, corrected):

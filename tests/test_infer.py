@@ -162,11 +162,11 @@ def test_prompts_without_answers_are_completed_into_a_file_with_their_columns(fo
 def test_what_a_function_could_not_score_is_left_out(folder, tmp_path, prompts, capsys):
     functions = ["--reward_functions", f"{tmp_path}/mine.py:length", f"{tmp_path}/mine.py:later"]
     written = result_of(tmp_path, "--model_path", folder, *prompts, *functions, "--samples", "2")
-    completions = [problem["completions"] for problem in written["problems"]]
-    assert [completion["rewards"]["later"] for completion in completions[0]] == [None, None]
+    assert [completion["rewards"]["later"] for completion in written["problems"][0]["completions"]] == [None, None]
     printed, length, total = capsys.readouterr().out, *(written["estimates"][name] for name in ("reward/length", "reward"))
     assert "reward/later 2.000 of 7 x 2\n" in printed and "accuracy" not in printed
-    assert f"\nreward {total['mean']:.3f} [" in printed and f"reward/length {length['mean']:.3f} [{length['low']:.3f}, " in printed
+    assert f"\nreward {total['mean']:.3f} [" in printed
+    assert f"reward/length {length['mean']:.3f} [{length['low']:.3f}, " in printed
 
 
 def test_a_conversation_whose_environment_raises_is_one_line_or_unscored_and_not_right(folder, tmp_path, scripted):
