@@ -21,6 +21,7 @@ from grpo import (
     importance_weights, kl_penalty, overlong_penalty, policy_loss, token_loss, token_weights, value_loss, weighted_loss,
 )
 
+
 def close(actual, expected, tolerance=1e-10):
     torch.testing.assert_close(actual, torch.as_tensor(expected, dtype=actual.dtype), atol=tolerance, rtol=tolerance)
 
