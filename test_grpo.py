@@ -21,8 +21,6 @@ from grpo import (
     importance_weights, kl_penalty, overlong_penalty, policy_loss, token_loss, token_weights, value_loss, weighted_loss,
 )
 
-# ---- advantages ----------------------------------------------------------------------------------------------------
-
 
 def close(actual, expected, tolerance=1e-10):
     torch.testing.assert_close(actual, torch.as_tensor(expected, dtype=actual.dtype), atol=tolerance, rtol=tolerance)
@@ -104,8 +102,6 @@ def test_rewards_without_siblings_are_refused(rewards):
     with pytest.raises(ValueError, match="group >= 2"):
         compute_group_advantages(rewards)
 
-
-# ---- losses --------------------------------------------------------------------------------------------------------
 
 CLIP_LOW, CLIP_HIGH, MAX_TOKENS = 0.2, 0.3, 11
 
@@ -237,25 +233,18 @@ def test_no_gradient_flows_through_weights_statistics_or_generalized_advantages(
 
 
 def test_a_call_without_options_takes_their_usual_values():
-    logp, old_logp, advantages, mask = toy_batch(seed=9)
-    ref_logp, rewards = toy_batch(seed=7)[0].detach(), torch.tensor([[0.0, 1e-7], [0.0, 1.0]], dtype=torch.float64)
-    values, filled = 3 * ref_logp, old_logp.masked_fill(~mask, 0.0)
-    pairs = [
-        (policy_loss(logp, old_logp, advantages, mask)[0], policy_loss(
-            logp, old_logp, advantages, mask, loss_type="dapo", clip_low=0.2, clip_high=0.2, dual_clip=math.inf)[0]),
-        (compute_group_advantages(rewards / 3e-6), compute_group_advantages(
-            rewards / 3e-6, baseline="group_mean", scale="group", epsilon=1e-8)),
-        (kl_penalty(logp, ref_logp), kl_penalty(logp, ref_logp, estimator="k3")),
-        (value_loss(values, filled, ref_logp, mask), value_loss(
-            values, filled, ref_logp, mask, token_weights(mask, "token_mean"), clip=0.2)),
-        (token_weights(mask), token_weights(mask, "token_mean")),
-        (token_weights(mask, "constant"), token_weights(mask, "constant", max_tokens=6)),
-        (token_weights(mask, "prompt_mean"), token_weights(mask, "prompt_mean", group_tokens=mask.sum())),
-        (generalized_advantage_estimation(logp, values, mask)[0], generalized_advantage_estimation(
-            logp, values, mask, gamma=0.99, lam=0.95)[0]),
-    ]
-    for by_default, expected in pairs:
-        assert torch.equal(by_default, expected)
+    values, _, _, mask = toy_batch(seed=9)
+    assert value_loss(values, values, 2 * values, mask).equal(value_loss(values, values, 2 * values, mask, token_weights(mask)))
+    assert token_weights(mask).equal(token_weights(mask, "token_mean"))
+    assert token_weights(mask, "constant").equal(token_weights(mask, "constant", max_tokens=6))
+    assert token_weights(mask, "prompt_mean").equal(token_weights(mask, "prompt_mean", group_tokens=mask.sum()))
+    for function, usual in {
+        policy_loss: dict(loss_type="dapo"), clipped_loss: dict(dual_clip=math.inf), kl_penalty: dict(estimator="k3", ratio=None),
+        token_loss: dict(loss_type="dapo", clip_low=0.2, clip_high=0.2, off_policy_limit=math.inf),
+        compute_group_advantages: dict(baseline="group_mean", scale="group", epsilon=1e-8, global_mean=None),
+        value_loss: dict(clip=0.2), generalized_advantage_estimation: dict(gamma=0.99, lam=0.95),
+    }.items():
+        assert defaults(function) == usual
 
 
 @pytest.mark.parametrize("loss_type", LOSSES)
@@ -391,9 +380,6 @@ def test_completions_that_got_too_unlikely_are_dropped_if_they_were_below_the_me
         assert (loss[0] == 0).all() == (sign < 0) and not (loss[3] == 0).all()
 
 
-# ---- KL ------------------------------------------------------------------------------------------------------------
-
-
 def expectation(estimator, corrected):
     """E[penalty] and its gradient for a policy over six symbols, by enumeration: every symbol, weighted by its probability."""
     generator = torch.Generator().manual_seed(3)
@@ -410,18 +396,15 @@ def expectation(estimator, corrected):
     return penalty, gradient, forward, *(torch.autograd.grad(kl, logits, retain_graph=True)[0] for kl in (forward, backward))
 
 
-@pytest.mark.parametrize(
-    "estimator,corrected,unbiased,gradient_of",
-    [
-        ("k1", False, True, "nothing"),
-        ("k2", False, False, "KL(policy || reference)"),
-        ("k3", False, True, "KL(reference || policy)"),
-        ("k1", True, True, "KL(policy || reference)"),
-        ("k3", True, True, "KL(policy || reference)"),
-        ("k2", True, False, "neither"),
-        ("k3", "detached", True, "KL(reference || policy)"),     # without its gradient the ratio corrects nothing
-    ],
-)
+@pytest.mark.parametrize("estimator,corrected,unbiased,gradient_of", [
+    ("k1", False, True, "nothing"),
+    ("k2", False, False, "KL(policy || reference)"),
+    ("k3", False, True, "KL(reference || policy)"),
+    ("k1", True, True, "KL(policy || reference)"),
+    ("k3", True, True, "KL(policy || reference)"),
+    ("k2", True, False, "neither"),
+    ("k3", "detached", True, "KL(reference || policy)"),     # without its gradient the ratio corrects nothing
+])
 def test_which_kl_estimator_has_which_value_and_gradient(estimator, corrected, unbiased, gradient_of):
     penalty, gradient, kl, forward, backward = expectation(estimator, corrected)
     assert (abs(penalty - kl) < 1e-12) == unbiased
@@ -448,9 +431,6 @@ def test_kl_values_by_hand(estimator):
 def test_the_overlong_penalty_falls_over_the_buffer_and_nowhere_else():
     lengths = [1, 7, 8, 9, 10]
     close(overlong_penalty(torch.tensor(lengths), max_tokens=10, buffer=3), [0, 0, -1 / 3, -2 / 3, -1], 1e-6)
-
-
-# ---- value function ------------------------------------------------------------------------------------------------
 
 
 def gae_by_hand(rewards, values, mask, gamma, lam):
@@ -486,9 +466,6 @@ def test_value_loss_by_hand_and_its_gradient_stops_outside_the_clip():
     close(values.grad, [[0.0, (0.1 - 1) / 4, 0.0, (0.4 + 1) / 4, (-0.7 - 3) / 4, 0.0]], 1e-12)
 
 
-# ---- copied out ----------------------------------------------------------------------------------------------------
-
-
 def test_every_function_but_four_works_copied_alone_into_another_project():
     ones, mask = torch.ones(2, 3), torch.ones(2, 3, dtype=torch.bool)
     of_tokens = dict(logp=ones, log_ratio=ones, advantages=ones, mask=mask, clip_low=0.2, clip_high=0.2)
@@ -511,9 +488,6 @@ def test_every_function_but_four_works_copied_alone_into_another_project():
         exec("\n".join(imports), project)
         exec(inspect.getsource(function), project)
         call(project[function.__name__])
-
-
-# ---- and it learns -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("loss_type", LOSSES)

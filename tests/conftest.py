@@ -163,10 +163,8 @@ def settings():
 
 
 PROMPTS = ["1+1=?", "a somewhat longer prompt than the first", "é", "a somewhat longer prompt than the first"]
-QUICK = (
-    "--eval_limit 8 --report_to none --batch_size 4 --num_completions_per_prompt 4 --eval_steps 0 "
-    "--generation_max_length 16"
-).split()
+QUICK = "--eval_limit 8 --eval_steps 0 --report_to none --batch_size 4 --num_completions_per_prompt 4".split()
+QUICK += ["--generation_max_length", "16"]
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ import json
 
 import pytest
 import torch
-from conftest import MODELS, QUICK, WITH_STATE, WITH_TOWERS, exhaustive, made_up_rollout
+from conftest import MODELS, QUICK, WITH_STATE, WITH_TOWERS, exhaustive, length_reward, made_up_rollout
 from safetensors.torch import load_file
 
 import train
@@ -43,14 +43,13 @@ COMBINATIONS = [(0, "float32"), (4, "bfloat16"), (4, "float32"), (0, "bfloat16")
 ])
 def test_two_steps_with_default_flags(name, lora_rank, precision, tokenizer, tmp_path):
     """The start-up check compares sampler, trainer and the model's own forward pass, the first step the first two."""
-    base, reward = tmp_path / "base", tmp_path / "reward.py"
+    base = tmp_path / "base"
     torch.manual_seed(0)
     save_any_policy(MODELS[name]().eval(), tokenizer, base)
-    reward.write_text("def reward(completions, **columns):\n    return [sum(map(ord, c)) % 97 for c in completions]\n")
     run = set_up(parse_config([
         *QUICK, "--output_dir", str(tmp_path / "run"), "--model_path", str(base), "--use_grpo", "--max_steps", "2",
         "--generation_max_length", "12", "--lora_rank", str(lora_rank), "--precision", precision,
-        "--reward_functions", f"{reward}:reward"]))
+        "--reward_functions", length_reward(tmp_path)]))
     assert run.policy.shares_prompts == (name not in WITH_STATE)
     train.training_loop(run)
     steps = [line for line in read_jsonl(tmp_path / "run/metrics.jsonl") if line["phase"] == "grpo"]

@@ -75,16 +75,14 @@ def test_variables_reach_the_template_and_are_saved_with_the_tokenizer(base, tmp
 
 @pytest.mark.parametrize("variables,demonstration,sampled", [
     (OFF, "2", "2<|im_end|>"), ("", "<think>\nhm\n</think>\n\n2", "<think>\nhm\n</think>\n\n2<|im_end|>"),
-    ("", "2", "2<|im_end|>"),
 ])
 def test_prompt_and_demonstration_are_what_the_template_makes_of_both(base, variables, demonstration, sampled):
     tokenizer = load(base, chat_template_kwargs=variables)
     ids, own = encode_demonstration(tokenizer, "1+1=?", demonstration, [tokenizer.eos_token_id])
     assert tokenizer.decode(ids) == sampled and all(own)
-    if variables or "think" in demonstration:
-        messages = [{"role": "user", "content": "1+1=?"}, {"role": "assistant", "content": demonstration}]
-        whole = tokenizer.apply_chat_template(messages, tokenize=False)
-        assert tokenizer.decode(encode_prompt(tokenizer, "1+1=?") + ids) + "\n" == whole
+    messages = [{"role": "user", "content": "1+1=?"}, {"role": "assistant", "content": demonstration}]
+    whole = tokenizer.apply_chat_template(messages, tokenize=False)
+    assert tokenizer.decode(encode_prompt(tokenizer, "1+1=?") + ids) + "\n" == whole
 
 
 def test_none_leaves_text_as_it_is(base):
@@ -102,7 +100,6 @@ CALLS = (
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
 ASKED = {"role": "user", "content": "1+1=?"}
 CALL = {"type": "function", "id": None, "function": {"name": "add", "arguments": {"a": 1, "message": None}}}
-AS_TEXT = {"function": {"name": "add", "arguments": '{"a": 1}'}}
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"a": None, "b": {"c": None}}}}
 CLEAN = '[{"type": "function", "function": {"name": "add", "parameters": {"b": {}}}}]'
 
@@ -114,7 +111,7 @@ def said(*calls, content="", **more):
 @pytest.mark.parametrize("completion,expected", [
     ([said(CALL, content="I look.")], 'I look.<call>add {"a": 1}<|im_end|>'),
     ([said(CALL, content=None)], '<call>add {"a": 1}<|im_end|>'),
-    ([said(AS_TEXT, CALL)], '<call>add {"a": 1}<call>add {"a": 1}<|im_end|>'),
+    ([said({"function": {"name": "add", "arguments": '{"a": 1}'}}, CALL)], '<call>add {"a": 1}<call>add {"a": 1}<|im_end|>'),
     ([said(content=" 2\n", id=None)], " 2\n<|im_end|>"), ([said(content="2", id="x")], "does not write all of .*'id': 'x'"),
     ([said(CALL, content="I look."), {"role": "tool", "content": "2"}, said(content="2!")],
      'I look.<call>add {"a": 1}<|im_end|>\n<|im_start|>tool\n2<|im_end|>\n<|im_start|>assistant\n2!<|im_end|>'),

@@ -15,11 +15,6 @@ from runs.command_line import parse_config
 from sources.training_data import example_key, instructed, load_data
 from sources import load_examples
 
-TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>\n{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
-
 
 def write_lines(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -75,14 +70,11 @@ ODD = [
      "arguments of a call must be an object, not 'a=1': data.map"),
     ({"prompt": [USER, ASSISTANT], "completion": "2"}, "completion and prompt end with a reply; data.map"),
     ({"prompt": "p", "completion": ASSISTANT}, "completion must be text, or the assistant's messages .*data.map"),
-    ({"prompt": "p", "completion": 5}, "completion must be text"),
     ({"prompt": "p", "completion": [ASSISTANT, ASSISTANT]}, "with one other message between each two"),
     ({"prompt": "p", "completion": [USER]}, "completion must be text"),
     ({"prompt": "p", "completion": []}, "completion must be text"),
     ({"prompt": "p", "answer": {"a": 1}}, "answer must be .* not the dict {'a': 1}: .* --answer_column a.b"),
     ({"prompt": "p", "answer": date(2024, 3, 1)}, "not the date datetime.date.2024, 3, 1.: data.map"),
-    ({"prompt": "p", "answer": (1, 2)}, "not the tuple"), ({"prompt": "p", "answer": np.array(7)}, "not the ndarray"),
-    ({"prompt": "p", "answer": b"7"}, "not the bytes"), ({"prompt": "p", "answer": {7}}, "not the set"),
 ]
 ODD_COLUMNS = [                 # which sources.load_examples reads
     ({"question": "q", "options": "A. 1\nB. 2"}, "choices or options must be a list of at most 26 texts, not 'A. 1"),
@@ -109,8 +101,7 @@ def test_an_odd_row_is_refused_in_one_line_with_its_number(row, words, loads):
 
 
 @pytest.mark.parametrize("source,message", [
-    *((name, rf"{name}: neither .* from sources import load_examples") for name in ("openai/gsm8k:main", "data.csv",
-        "countdown")),
+    *((name, rf"{name}: neither .* from sources import load_examples") for name in ("openai/gsm8k:main", "data.csv")),
     ("none.jsonl", "none.jsonl: no such file"), ([], "dataset: no examples in it"),
     ({"train": []}, "dataset: must be a list of examples .*, not a dict: choose a split.*"),
     (iter("a"), "dataset: must be a list .*, not a str_.*iterator: .*"),
@@ -139,16 +130,12 @@ def test_addition_problems_lists_and_json_lines_are_examples(tmp_path):
     assert data.load_examples(write_lines(tmp_path / "data.jsonl", [{"prompt": "p"}] * 2), limit=1) == [{"prompt": "p"}]
 
 
-# ---- columns -----------------------------------------------------------------------------------------------------------
-
-
 def test_columns_have_usual_names_or_are_named():
     row = {"frage": "q", "prompt": "not this", "solution": "because", "gold": 7, "a.b": 1, "a": {"b": {"c": [7]}}}
 
     def read(**columns):
         (example,) = load_examples([row], columns=columns)
-        assert {name: example[name] for name in ("frage", "gold", "a.b", "a")} == {name: row[name] for name in ("frage",
-            "gold", "a.b", "a")}
+        assert {name: row[name] for name in ("frage", "gold", "a.b", "a")}.items() <= example.items()
         return [example.get(name) for name in ("prompt", "answer", "completion")]
 
     assert read() == ["not this", "because", None] and read(answer="gold", completion="solution") == ["not this", "7", "because"]
@@ -158,11 +145,9 @@ def test_columns_have_usual_names_or_are_named():
     assert read(answer="a.b")[1] == "1" and read(answer="a.b.c")[1] == [7]
     assert read(prompt='{frage} {a.b} \\frac{1}{2} {"x": 1} {no column}')[0] == 'q 1 \\frac{1}{2} {"x": 1} {no column}'
     for column in "gone", "a.x", "frage.x", "{frage} {gone}", "{gone}":
-        with pytest.raises(ValueError,
-            match=f"^dataset: example 1: --prompt_column={re.escape(column)}: the row has the columns frage, prompt"):
+        with pytest.raises(ValueError, match=f"^dataset: example 1: --prompt_column={re.escape(column)}: the row has"):
             read(prompt=column)
-    assert load_examples([{"prompt": None, "question": "q", "target": 3}])[0] == {"prompt": "q", "question": "q", "target": 3,
-        "answer": "3"}
+    assert load_examples([{"prompt": None, "question": "q", "target": 3}])[0].items() >= {"prompt": "q", "answer": "3"}.items()
     train_set, _ = load_data(parse_config(["--prompt_column", "frage", "--eval_limit", "0"]), [row])
     assert [e["prompt"] for e in train_set] == ["q"]
 
@@ -170,8 +155,7 @@ def test_columns_have_usual_names_or_are_named():
 @pytest.mark.parametrize("value,column,words", [
     (2.5, "{price:.2f} Euros", "{price:.2f}: formats are not supported; write {price}"),
     (2.5, "{price!r}", "{price!r}: formats are not supported"),
-    (date(2024, 3, 1), "On {price}?",
-     "{price} is the date datetime.date(2024, 3, 1), not text: data.map(lambda row: {'price': str"),
+    (date(2024, 3, 1), "On {price}?", "{price} is the date datetime.date(2024, 3, 1), not text: data.map"),
 ])
 def test_what_braces_cannot_write_is_refused(value, column, words):
     with pytest.raises(ValueError, match=f"example 1: .*{re.escape(words)}"):
@@ -210,23 +194,9 @@ def test_the_order_depends_on_seed_and_position_alone():
         assert [e for _ in range(3) for e in next(batches)] == list(as_it_always_was(seed))[12:]
 
 
-# ---- tokens ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def chat_tokenizer():
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.add_tokens(["<end>"])
-    return tokenizer
-
-
-def test_bos_comes_once_with_and_without_a_chat_template(tokenizer, chat_tokenizer):
-    plain, chat = (encode_prompt(each, "1+1=?") for each in (tokenizer, chat_tokenizer))
-    assert plain.count(2) == chat.count(2) == 1 and tokenizer.decode(plain[1:]) == "1+1=?"
-    assert chat_tokenizer.decode(chat[1:]) == "<user>1+1=?<end>\n<assistant>"
+def test_a_prompt_without_a_chat_template_is_its_text_behind_bos_or_ids_as_they_are(tokenizer):
+    assert tokenizer.decode(encode_prompt(tokenizer, "1+1=?")) == "<bos>1+1=?"
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
-    assert chat_tokenizer.decode(encode_prompt(chat_tokenizer, messages)[1:]) == "<system>s<end>\n<user>u<end>\n<assistant>"
     assert tokenizer.decode(encode_prompt(tokenizer, messages)[1:]) == "system: s\nuser: u\nassistant: "
     assert encode_prompt(tokenizer, [5, 6, 7]) == [5, 6, 7]
 
@@ -240,18 +210,18 @@ KNOWN_ROLES = (
 
 
 @pytest.mark.parametrize("template,messages,problem", [
-    (KNOWN_ROLES, [message("developer", "Be brief."), USER],
-     "the prompt lacks the developer's message 'Be brief.': the chat template omits it; .* --chat_template none"),
+    (KNOWN_ROLES, [message("developer", "Be brief."), USER], "lacks the developer's message 'Be brief.': .*--chat_template none"),
     ("{% for m in messages %}{{ m.content[0].text }}{% endfor %}", [USER], "the prompt lacks the user's message '1[+]1=[?]'"),
     ("{{ raise_exception('System role not supported') }}", [SYSTEM], "rejects the prompt.*System role not supported"),
     (KNOWN_ROLES, [USER, message("assistant", "<think>\n1+1\n</think>\n\n2"), message("tool", 'two\n"lines"'),
      message("user", " é \n")], None),
     (KNOWN_ROLES, [USER, message("assistant", None), USER], None), (None, [message("developer", "Be brief."), USER], None),
 ])
-def test_a_message_that_the_template_omits_or_rejects_is_one_line(chat_tokenizer, template, messages, problem):
-    chat_tokenizer.chat_template = template
+def test_a_message_that_the_template_omits_or_rejects_is_one_line(template, messages, problem):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
     if problem is None:
-        encode_prompt(chat_tokenizer, messages)
+        encode_prompt(tokenizer, messages)
     else:
         with pytest.raises(ValueError, match=problem):
-            encode_prompt(chat_tokenizer, messages)
+            encode_prompt(tokenizer, messages)

@@ -54,7 +54,7 @@ def test_every_link_leads_somewhere(page):
 
 
 @pytest.mark.parametrize("page", OF_TODAY, ids=lambda page: page.name)
-def test_every_command_of_a_program_is_accepted(page):
+def test_every_command_of_a_program_is_accepted_and_every_file_that_is_run_is_a_program(page):
     for words in commands(page, r"train\.py"):
         if not {"--resume", "--task"} & {*words}:         # they read files
             parse_config(words)
@@ -62,10 +62,6 @@ def test_every_command_of_a_program_is_accepted(page):
         parse_infer(words, "")
     for words in commands(page, r"-m analysis\.explain"):
         parse_config(words)
-
-
-@pytest.mark.parametrize("page", OF_TODAY, ids=lambda page: page.name)
-def test_every_file_that_a_page_runs_is_there_and_is_a_program(page):
     names = re.findall(r"python (?:-m )?((?:analysis|bench|docs|examples)[./]\w+)", page.read_text())
     paths = {name: ROOT / f"{name.replace('.', '/')}.py" for name in names}
     programs = {name for name, path in paths.items() if path.exists() and (
@@ -143,9 +139,6 @@ def test_the_page_on_the_algorithm_has_a_row_for_every_variant():
     assert shown == {name: loss.aggregation for name, loss in LOSSES.items()}
 
 
-# ---- Python in the pages -------------------------------------------------------------------------------------------
-
-
 def blocks(page, kind="python[^\n]*"):
     """The code of a page's blocks, each behind as many empty lines as it has above it, for the line numbers of errors."""
     text = page.read_text()
@@ -205,46 +198,18 @@ def test_the_functions_of_the_readme_do_what_it_says(monkeypatch, tmp_path):
 OWN_TASK = (ROOT / "docs/your-own-task.md").read_text()
 FILES = dict(re.findall(r"```python\n# (\S+)\n(.*?)```", OWN_TASK, flags=re.DOTALL))
 COMMANDS = re.findall(r"^ {4}python (\S+) ?(.*)$", OWN_TASK.replace("\\\n        ", ""), flags=re.MULTILINE)
-# Several turns, as the page says: the environment and the conversations are those of the task's file.
-FILES["turns.py"] = '''
-import sorting
-from rewards import extract_answer
+# Several turns, as the page says: the environment is in the task's file.
+FILES["turns.py"] = """
+from sorting import examples
 
-SETTINGS = {
-    "environment": "turns.py:backwards",
-    "max_turns": 2,
-    "reward_functions": ["environment", "correctness"],
-    "reward_weights": [1, 0],
-    "profile": "demo",
-    "model_path": "outputs/words/final",
-    "generation_max_length": 30,
-    "num_epochs": 0.6,
-    "eval_limit": 256,
-}
+SETTINGS = {"environment": "turns.py:again", "max_turns": 2, "reward_functions": ["environment"], "profile": "demo"}
 
 
-def examples(split):
-    for row in sorting.examples(split):
-        second = f"<answer>{row['answer'][::-1]}</answer>"
-        texts = [("assistant", row["completion"]), ("user", "backwards"), ("assistant", second)]
-        messages = [{"role": role, "content": text} for role, text in texts]
-        yield row | {"answer": row["answer"][::-1], "completion": messages}
-
-
-def backwards(conversation, answer):
-    first = len([message for message in conversation if message["role"] == "assistant"]) == 1
-    right = extract_answer(conversation[-1]["content"]) == (answer[::-1] if first else answer)
-    return ("backwards" if first else None), 0.5 * right
-'''
+def again(conversation):
+    return "again", 0.5
+"""
 COMMANDS.append(("train.py", "--task turns.py --output_dir outputs/turns"))
 FEWER = "--max_steps 2 --cold_start_steps 2 --batch_size 4 --eval_limit 4 --report_to none"
-
-
-def run(program, words):
-    """What `python program words` does, with fewer steps; returns what its main function does."""
-    if program == "train.py":
-        return train.main([*words, *FEWER.split()])
-    return infer.main(words)
 
 
 @pytest.fixture(scope="module")
@@ -257,7 +222,7 @@ def ran(tmp_path_factory):
         words = [word.strip('"') for word in re.findall(r'"[^"]*"|\S+', arguments)]
         with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as output:
             patch.chdir(folder)
-            code = run(program, words)
+            code = train.main([*words, *FEWER.split()]) if program == "train.py" else infer.main(words)
         results.append((program, code, output.getvalue()))
     return folder, results
 
@@ -282,22 +247,12 @@ def test_the_linter_says_what_the_page_says(ran):
 # ---- docs/truth_table.py: its expectations against formulas by hand, identities, and sampled groups -----------------------
 
 table = SimpleNamespace(**runpy.run_path(str(ROOT / "docs/truth_table.py")))
-P, TRUE = table.P, table.P * (1 - table.P)
-
-
-def close(actual, expected, tolerance=1e-9):
-    torch.testing.assert_close(actual, torch.as_tensor(expected, dtype=actual.dtype), atol=tolerance, rtol=tolerance)
-
-
-@pytest.mark.parametrize("G", [2, 4, 16])
-def test_leave_one_out_in_points_is_right_on_average_and_the_group_mean_is_short_by_one_part_in_G(G):
-    close(table.exact(G, "leave_one_out", "none")["mean"], TRUE)
-    close(table.exact(G, "group_mean", "none")["mean"], TRUE * (G - 1) / G)
+P = table.P
 
 
 @pytest.mark.parametrize("baseline,scale,loss_type,age", [
     ("group_mean", "group", "dapo", 0), ("group_median", "mean", "gspo", 1), ("leave_one_out", "none", "icepop", 8),
-    ("global_mean", "group", "sapo", 8),
+    ("global_mean", "group", "sapo", 8), ("leave_one_out", "none", "dapo", 0),
 ])
 def test_a_hundred_thousand_sampled_groups_agree_within_their_error(baseline, scale, loss_type, age):
     result, N, G = table.exact(4, baseline, scale, loss_type, age), 100_000, 4

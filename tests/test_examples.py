@@ -14,7 +14,7 @@ from conftest import ROOT, exhaustive
 
 import train
 from analysis.reward_linter import lint
-from config import GRPOConfig, ModelConfig
+from config import Config, GRPOConfig, ModelConfig
 from engine.models import load_any_policy, save_any_policy
 from reward_functions.loading import load_reward_function
 from rewards import correctness
@@ -39,17 +39,15 @@ def shortened(monkeypatch, tmp_path):
 
     def set_up(config, **objects):
         seen.append(config)
-        data, model = dataclasses.replace(config.data, eval_limit=2), config.model
-        if model.model_path:
-            model = dataclasses.replace(model, model_path=str(tmp_path / "model"), lora_rank=2, chat_template_kwargs="")
-        if model.model_path and not data.dataset.startswith("examples/"):
-            data = dataclasses.replace(data, dataset=str(tmp_path / "gsm8k.jsonl"))
-        training = dataclasses.replace(
-            config.training, max_steps=2, cold_start_steps=min(1, config.training.cold_start_steps), batch_size=2,
-            report_to="none", output_dir=str(tmp_path / f"run{len(seen)}"))
-        grpo = dataclasses.replace(
-            config.grpo, generation_max_length=24, minibatch_size=min(4, config.grpo.minibatch_size))
-        return real(dataclasses.replace(config, model=model, data=data, grpo=grpo, training=training), **objects)
+        flags = config.flags | dict(
+            eval_limit=2, max_steps=2, batch_size=2, report_to="none", output_dir=str(tmp_path / f"run{len(seen)}"),
+            generation_max_length=24, minibatch_size=min(4, config.grpo.minibatch_size),
+            cold_start_steps=min(1, config.training.cold_start_steps))
+        if config.model.model_path:
+            flags |= dict(model_path=str(tmp_path / "model"), lora_rank=2, chat_template_kwargs="")
+        if config.model.model_path and not config.data.dataset.startswith("examples/"):
+            flags["dataset"] = str(tmp_path / "gsm8k.jsonl")
+        return real(Config.of(**flags), **objects)
 
     monkeypatch.setattr(train, "set_up", set_up)
     return seen

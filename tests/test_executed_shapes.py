@@ -7,7 +7,6 @@ import tokenize
 from collections import Counter, namedtuple
 
 import pytest
-import torch
 from conftest import ROOT, length_reward, start_run
 
 import train
@@ -96,24 +95,5 @@ def test_the_shape_comments_of_a_step_are_true(tmp_path, step, at_least, flags):
     (P, Tp), (B, T), (V, H) = rollout.prompt_ids.shape, rollout.completion_ids.shape, head.weight.shape
     sizes = dict(P=P, G=B // P, B=B, Tp=Tp, T=T, V=V, H=H)
     assert wrong(results, sizes) == {}
+    assert len(wrong(results, dict.fromkeys(sizes, -1))) >= at_least - 5, "with wrong sizes nearly all are wrong"
     assert len(set(sizes.values())) == 7 - (B == P) and len({comment for comment, *_ in results}) >= at_least
-
-
-SOURCE = """
-class Table:
-    ids: object                             # (b, 7) is (2, 4)
-def work(x, table):
-    row, column = x.nonzero(as_tuple=True)  # (P,) is (12,)
-    for size in (1, 2):
-        table.ids = x[:size]                # (P, G) or (m, G)
-        table.ids[0] *= 1                   # (m,) is (4,)
-    return x.flatten(
-    )                                       # (P, G) is (12,)
-"""
-
-
-def test_wrong_comments_are_named():
-    exec(compile(SOURCE, "file.py", "exec"), functions := {})
-    _, results = trace({"file.py": SOURCE}, lambda: functions["work"](torch.ones(3, 4), functions["Table"]()))
-    found = {f"file.py:{n}": line[46:] for n, line in enumerate(SOURCE.splitlines(), 1) if " is (" in line}
-    assert wrong(results, {"P": 3, "G": 4}) == found and len(found) == 4

@@ -59,7 +59,6 @@ MISTAKES = [(name, said, wrong) for name, mistakes in tests.MISTAKES.items() for
     ("loss_of_a_piece", "the padding is in the sum", lambda loss, mask, n: loss.nansum() / n),
     ("loss_of_a_piece", "return a tensor with a gradient, not 0.", lambda loss, mask, n: loss[mask].sum().item() / n),
     ("loss_of_a_piece", "is right, but has no gradient", lambda loss, mask, n: torch.tensor(loss[mask].sum().item() / n)),
-    ("loss_of_a_piece", "but has no gradient", lambda loss, mask, n: torch.where(mask, loss.detach(), 0.0).sum() / n),
     ("loss_of_a_piece", "where mask is True is hidden", lambda loss, mask, n: (loss * mask).nan_to_num().sum() / n),
     ("kl_term", "the ratio is missing or ignores old_logp", lambda p, o, q: (p - p.detach()).exp() * tests.k3(p, q)),
     ("kl_term", "is right, but has no gradient", lambda p, o, q: ((p - o).exp() * tests.k3(p, q)).detach()),
@@ -82,8 +81,6 @@ def test_a_usual_mistake_is_noticed_and_named(name, said, wrong):
     with pytest.raises(pytest.fail.Exception, match=re.escape(said)):
         run(name, wrong)
 
-
-# ---- the notebook --------------------------------------------------------------------------------------------------
 
 NOTEBOOK = ROOT / "docs/notebook.ipynb"
 CELLS = ["".join(cell["source"]) for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]

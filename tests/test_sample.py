@@ -114,7 +114,6 @@ def test_every_prompt_and_every_sibling_has_a_stream_of_its_own():
 @pytest.mark.parametrize("temperature,top_k,top_p,min_p", [
     (1.0, 0, 1.0, 0.0), (0.8, 5, 0.9, 0.0), (2.0, 0, 0.6, 0.0), (1.0, 0, 1.0, 0.1)])
 def test_drawn_tokens_follow_the_distribution(temperature, top_k, top_p, min_p, draw):
-    """Chi-square against the enumerated probabilities of eight tokens."""
     n = 20000
     logits = torch.tensor([[0.3, -1.0, 2.0, 1.9, 0.0, -3.0, 1.0, 0.5]])
     logits = restrict_logits(logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)

@@ -8,19 +8,16 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import (
-    Gemma2Config, Gemma2ForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig, Gemma4ForCausalLM, Gemma4TextConfig, LlamaConfig,
-    LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM,
-)
 
 pytest.importorskip("vllm", reason="vllm is not installed: make test-vllm does that")
 
 import train
-from conftest import comparable
+from conftest import build, comparable, gemma4_text
 from config import GRPOConfig, ModelConfig
 from data import encode_prompt
 from engine import make_engine, vllm_engine
@@ -30,7 +27,6 @@ from engine.shared import Shared
 from engine.text_model import trainable_parameters
 from engine.vllm_engine import VLLM
 from experience import Batch, add_trainer_logp
-from model import byte_tokenizer
 from policy import RatioError
 from runs.command_line import parse_config
 from runs.folder import read_jsonl
@@ -39,29 +35,22 @@ SIZES = dict(
     hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
     vocab_size=267, pad_token_id=0, eos_token_id=1, bos_token_id=2, initializer_range=0.1, max_position_embeddings=512,
 )
+IN_TURN = dict(sliding_window=16, layer_types=["sliding_attention", "full_attention"])
 ARCHITECTURES = {
-    "gemma2": lambda: Gemma2ForCausalLM(Gemma2Config(             # vLLM has no head of its own for it
-        **SIZES, sliding_window=16, query_pre_attn_scalar=32, final_logit_softcapping=10.0, attn_logit_softcapping=5.0,
-        attn_implementation="eager")),
-    "gemma3": lambda: Gemma3ForCausalLM(Gemma3TextConfig(
-        **SIZES, sliding_window=16, query_pre_attn_scalar=32, layer_types=["sliding_attention", "full_attention"])),
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=True)),
-    "gemma4": lambda: Gemma4ForCausalLM(Gemma4TextConfig(
-        **SIZES, sliding_window=16, layer_types=["sliding_attention", "full_attention"], global_head_dim=64,
-        hidden_size_per_layer_input=8, vocab_size_per_layer_input=267, num_kv_shared_layers=0, rope_parameters={
-            name: {"rope_type": "default", "rope_theta": 1e4} for name in ("sliding_attention", "full_attention")})),
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False)),
+    "gemma2": partial(                                    # vLLM has no head of its own for it
+        build, "gemma2", SIZES, sliding_window=16, query_pre_attn_scalar=32, final_logit_softcapping=10.0,
+        attn_logit_softcapping=5.0, attn_implementation="eager"),
+    "gemma3": partial(build, "gemma3_text", SIZES, **IN_TURN, query_pre_attn_scalar=32),
+    "qwen3": partial(build, "qwen3", SIZES, tie_word_embeddings=True),
+    "gemma4": partial(
+        build, "gemma4_text", gemma4_text() | SIZES | IN_TURN | dict(global_head_dim=64, vocab_size_per_layer_input=267)),
+    "llama": partial(build, "llama", SIZES, tie_word_embeddings=False),
 }
 PROMPTS = ["47+85=?", "1+1=?", "What is the sum of three and four?"]
 RUN = [
     "--use_grpo", "--engine", "vllm", "--cold_start_steps", "0", "--batch_size", "4", "--max_steps", "2", "--eval_limit", "4",
     "--generation_max_length", "16", "--report_to", "none", "--eval_steps", "0",
 ]
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return byte_tokenizer()
 
 
 def policy_of(model, tokenizer, earlier=[]) -> Shared:    # noqa: B006
@@ -116,8 +105,8 @@ def test_engine_and_trainer_agree_before_and_after_ten_updates(name, adapter, to
 def test_a_mixture_of_experts_is_refused_where_vllm_cannot_take_its_weights(tokenizer):
     """vLLM for CPUs packs experts when it loads them, and a second time goes wrong."""
     torch.manual_seed(0)
-    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(
-        **SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, decoder_sparse_step=1)).eval()
+    experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, decoder_sparse_step=1)
+    model = build("qwen3_moe", SIZES, **experts).eval()
     policy = policy_of(model, tokenizer)
     with pytest.raises(RatioError, match="first ratios must be 1"):
         policy.require_ratios_of_1(deviation(policy, sample(policy)))

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import QUICK, run_folder
+from conftest import QUICK, made_up_rollout, run_folder
 
 import train
 from analysis import first_contact
@@ -24,17 +24,12 @@ from grpo import compute_group_advantages
 from model import save_policy
 from reward_functions.calling import Reports
 from runs.groups import summarize_sampling
-from sample import Rollout
-
-
-def flags_of(**flags):
-    config = Config.of(**{"model_path": "some/model", "use_grpo": True} | flags)         # defaults, without a profile
-    return {name: value for part in config.as_dict().values() for name, value in part.items()}
 
 
 def findings(rollouts, **flags):
     """{rule: advice} of a run."""
-    _, *found = diagnose([line | {"phase": "grpo"} for line in rollouts], flags_of(**flags))
+    config = Config.of(model_path="some/model", use_grpo=True, **flags)
+    _, *found = diagnose([line | {"phase": "grpo"} for line in rollouts], config.flags)
     assert not any("\n" in line or "nan" in line for line in found)
     return dict(line.split(": ", 1) for line in found)
 
@@ -62,16 +57,11 @@ def changed(change, rollouts=150, start=0.5, end=0.5, seed=1):
     return [line | (change(number - 30, line) if number >= 30 else {}) for number, line in enumerate(lines)]
 
 
-def fall(t):                    # of ten rollouts, from 1 to 0
-    return max(0.0, 1 - t / 10)
-
-
 GENERATED = {                   # lines, the findings, words in the first one, flags
     "collapse in ten rollouts": (
-        changed(lambda t, line: {"reward/correctness": 0.97 * fall(t), "mean_reward": 0.18 + 1.03 * fall(t),
-            "zero_variance_groups": 0.3},
-                start=0.97, end=0.97), ["collapse"],
-                    "fell from its maximum, 1.27, to 0.18: start a run from an earlier checkpoint"),
+        changed(lambda t, line: {"reward/correctness": max(0, 0.97 - t / 10), "mean_reward": max(0.18, 1.21 - t / 10),
+                                 "zero_variance_groups": 0.3},
+                start=0.97, end=0.97), ["collapse"], "fell from its maximum, 1.27, to 0.18"),
     "a collapse of what was gained": (
         [line | {"mean_reward": -1 + 0.02 * (t if t < 50 else max(0, 100 - t))} for t, line in enumerate(healthy(1))],
         ["collapse"], ""),
@@ -79,13 +69,11 @@ GENERATED = {                   # lines, the findings, words in the first one, f
         "--entropy_coef 0.01"),
     "length hacking": (
         changed(lambda t, line: {"completion_tokens": min(250, 23 * 1.03**t), "truncated": min(0.9, t / 100),
-                                 "mean_reward": line["mean_reward"] + t / 100}), ["length"],
-                                     "from 23 to 250 tokens, but no more of them are right"),
+                                 "mean_reward": line["mean_reward"] + t / 100}), ["length"], "from 23 to 250 tokens"),
     "reward without right answers": (
         changed(lambda t, line: {"mean_reward": line["mean_reward"] + t / 60,
-            "reward/correctness": max(0, line["reward/correctness"] - t / 800),
-                                 "reward/reasoning_coherence": 0.3 + t / 60}), ["reward_hacking"],
-                                     "reward/correctness fell from 0.5"),
+                                 "reward/correctness": max(0, line["reward/correctness"] - t / 800),
+                                 "reward/reasoning_coherence": 0.3 + t / 60}), ["reward_hacking"], "fell from 0.5"),
     "no group has a gradient": (
         changed(lambda t, line: {"zero_variance_groups": 1.0, "zero_variance_right_groups": 0.0, "entropy": None,
             "reward/correctness": 0.0, "mean_reward": 0.3},
@@ -98,8 +86,7 @@ GENERATED = {                   # lines, the findings, words in the first one, f
         "60% of the completions were cut at 256 tokens: --generation_max_length 512"),
     "a short limit, so that no answer is right": (
         [line | {"truncated": 0.9, "zero_variance_groups": 1.0, "zero_variance_right_groups": 0.0, "reward/correctness": 0.0,
-                 "mean_reward": 0.0, "completion_tokens": 250.0, "entropy": 1.0} for line in healthy(3)], ["truncation"],
-                     "90% of the completions were cut"),
+                 "mean_reward": 0.0, "completion_tokens": 250.0, "entropy": 1.0} for line in healthy(3)], ["truncation"], "90%"),
     "nearly all are right, with a value head": (healthy(2, 300, 0.3, 1.0), [], "", {"use_value_head": True}),
     "falling entropy with a teacher alone": (changed(lambda t, line: {"entropy": line["entropy"] * 0.97**t}), [], "",
         {"reward_functions": ["none"], "use_kl_penalty": True, "reference_path": "teacher"}),
@@ -122,7 +109,7 @@ def test_healthy_runs_have_no_findings():
 
 def test_nothing_is_found_where_nothing_is_known_or_before_ten_rollouts():
     assert findings([{}] * 40) == findings([dict.fromkeys(healthy()[0])] * 40) == findings([{"skipped": 1}] * 9) == {}
-    assert diagnose([{"phase": "supervised", "loss": 1.0}], flags_of()) == []
+    assert diagnose([{"phase": "supervised", "loss": 1.0}], Config.of().flags) == []
 
 
 def test_a_small_loss_of_reward_is_no_collapse():
@@ -133,48 +120,33 @@ def test_a_small_loss_of_reward_is_no_collapse():
         assert ("a higher --kl_penalty_coef" in findings(lines, **flags)["collapse"]) == flags["use_kl_penalty"]
 
 
-# ---- first contact ---------------------------------------------------------------------------------------------------
-
 NONE = {"truncated": 0.0, "zero_variance_groups": 1.0, "zero_variance_right_groups": 0.0}
 
 
 @pytest.mark.parametrize("metrics,flags,right,seen,expected", [
-    ({"truncated": 0.9}, {}, {"correctness": 0, "last_number": 7}, "",
-     "90% of the completions were cut at 256 tokens: --generation_max_length 512"),
-    ({"truncated": 0.3}, {}, {"correctness": 0, "last_number": 7}, "of 16, 0 have tags",
-     "none is right by correctness (of 16, 0 have tags), 7 by last_number: --reward_functions last_number"),
-    ({}, {}, {"correctness": 0, "last_number": 0}, "of 16, 9 have tags",
-     "none is right by correctness (of 16, 9 have tags): ask for the form of the answer by --instruction"),
+    ({"truncated": 0.9}, {}, {"correctness": 0, "last_number": 7}, "", "90% of the completions were cut at 256 tokens"),
+    ({"truncated": 0.3}, {}, {"correctness": 0, "last_number": 7}, "0 tags", "(0 tags), 7 by last_number: --reward_functions"),
+    ({}, {}, {"correctness": 0, "last_number": 0}, "9 tags", "(9 tags): ask for the form of the answer by --instruction"),
     ({"turns": 1.0}, {"environment": "calculator", "max_turns": 2}, {}, "", "no completion was answered by the environment"),
-    ({"turns": 1.5}, {"environment": "calculator", "max_turns": 2}, {}, "",
-     "100% of the groups have zero variance (equal rewards), so their advantages are 0: use easier problems"),
-    ({"zero_variance_right_groups": 0.8}, {}, {"correctness": 14}, "",
-     "100% of the groups have zero variance (equal rewards), so their advantages are 0: all completions are right in most"),
+    ({"turns": 1.5}, {"environment": "calculator", "max_turns": 2}, {}, "", "100% of the groups have zero variance"),
+    ({"zero_variance_right_groups": 0.8}, {}, {"correctness": 14}, "", "all completions are right in most"),
     ({"zero_variance_groups": 0.7}, {}, {"correctness": 0}, "", ""), ({}, {"use_value_head": True}, {"correctness": 0}, "", ""),
 ])
 def test_the_cause_comes_before_its_symptoms_and_names_a_flag(metrics, flags, right, seen, expected):
     found = cause_of_no_signal(NONE | metrics, Config.of(use_grpo=True, **flags).flags, right, seen)
-    assert found.startswith(expected) and bool(found) == bool(expected)
-
-
-def groups_of(texts, answer):
-    """One group, in which correctness and no other function was chosen: all have finished, and earn nothing."""
-    mask, scores = torch.ones(len(texts), 3, dtype=torch.bool), torch.zeros(1, len(texts), dtype=torch.float64)
-    prompt = torch.ones(1, 2, dtype=torch.long)
-    rollout = Rollout(prompt, prompt.bool(), mask.long(), mask, torch.zeros(mask.shape), mask[:, 0], texts)
-    return Groups(
-        [{"prompt": "p", "answer": answer}], rollout, scores, {"correctness": scores}, scores, compute_group_advantages(scores),
-        extra=[{}] * len(texts), reports=Reports([]))
+    assert expected in found and bool(found) == bool(expected)
 
 
 def test_functions_that_were_not_chosen_are_tried_on_the_same_completions():
-    groups, config = groups_of(["It costs 72 dollars.", "So 71", "About 72 of them", "No idea"], "72"), Config.of(use_grpo=True)
+    texts, config = ["It costs 72 dollars.", "So 71", "About 72 of them", "No idea"], Config.of(use_grpo=True)
+    rollout, scores = replace(made_up_rollout([2], [3] * 4), completions=texts), torch.zeros(1, 4, dtype=torch.float64)
+    groups = Groups(
+        [{"prompt": "p", "answer": "72"}], rollout, scores, {"correctness": scores}, scores, compute_group_advantages(scores),
+        extra=[{}] * 4, reports=Reports([]))
     counts = counts_of_right(groups, config)
     assert counts["correctness"] == 0 and counts["last_number"] == 2 and "countdown" not in counts, "no column for countdown"
-    sentence = cause_of(summarize_sampling(groups), config, groups)
-    assert sentence == (
-        "none is right by correctness (of 4, 0 have <answer> tags, 0 have \\boxed{}, 3 have a number in the last line), 2 by "
-        "last_number: --reward_functions last_number")
+    found = "(of 4, 0 have <answer> tags, 0 have \\boxed{}, 3 have a number in the last line), 2 by last_number"
+    assert found in cause_of(summarize_sampling(groups), config, groups)
 
 
 def test_the_time_of_a_run_counts_updates_evaluations_and_epochs():

@@ -69,9 +69,6 @@ def test_the_estimates_by_hand():
     assert unknown == {"reward/correctness": {"mean": None, "low": None, "high": None, "problems": 0}}
 
 
-# ---- intervals ------------------------------------------------------------------------------------------------------
-
-
 def test_the_interval_of_rewards_is_normal_over_problems_not_over_completions():
     rewards = [[1.0, 3.0], [-5.0, -6.0], [4.0, 4.0], [0.5, -0.5], [2.0, 8.0], [0.0, 1.0], [7.0, -9.0], [3.0, 3.0]]
     means = [statistics.mean(row) for row in rewards]
@@ -120,9 +117,6 @@ def test_each_source_has_an_accuracy_with_its_own_share_cut():
         assert not any("accuracy/" in name for name in found)
 
 
-# ---- in training ----------------------------------------------------------------------------------------------------
-
-
 def test_the_metrics_of_an_evaluation(folder, monkeypatch, settings):
     engine = make_engine("shared", *load_any_policy(ModelConfig(model_path=folder)))
     real, settings = engine.sample, replace(settings, generation_batch_size=2)
@@ -141,8 +135,7 @@ def test_the_metrics_of_an_evaluation(folder, monkeypatch, settings):
     examples = [{"prompt": "easy", "answer": "1"}] * 3 + [{"prompt": "hard", "answer": "1"}] + [{"prompt": "unknown"}]
     result = evaluate(engine, examples, settings, Scoring([correctness, length], [1.0, 1.0]), seed=0, num_completions=2)
     shares, lengths = estimate_mean(np.array([1.0, 1.0, 1.0, 0.0]), True), estimate_mean(np.array([8.5] * 4 + [14.5]), False)
-    expected = {"pass@2": shares, "majority@2": shares, "accuracy": shares, "reward/correctness": shares,
-        "reward/length": lengths}
+    expected = dict.fromkeys(("pass@2", "majority@2", "accuracy", "reward/correctness"), shares) | {"reward/length": lengths}
     assert result.pop("eval_truncated") > 0
     assert result == {"eval_problems": 4, "eval_prompts": 1.0} | {
         f"eval_{name.replace('/', end + '/') if '/' in name else name + end}": estimate[end.strip("_") or "mean"]
@@ -164,9 +157,8 @@ def batches_of(monkeypatch, settings, seconds=0.0, **options):
     monkeypatch.setattr(evaluation.time, "monotonic", lambda: clock[0])
     policy, settings = SimpleNamespace(sample=None, sampler=None, map_over_processes=work, num_slices=1), replace(settings, generation_batch_size=7)
     with suppress(Stopped):
-        for _ in evaluation.sample_and_score_problems(
-                policy, [{}] * 8, settings, Scoring([], []), seed=0, num_completions=2, notify=lines.append, **options):
-            pass
+        list(evaluation.sample_and_score_problems(
+            policy, [{}] * 8, settings, Scoring([], []), seed=0, num_completions=2, notify=lines.append, **options))
     return seen, lines
 
 
@@ -186,9 +178,8 @@ def test_a_signal_in_the_first_or_last_evaluation_stops_it_and_a_resumed_run_rep
     flags = "--use_grpo --cold_start_steps 0 --max_steps 2 --generation_batch_size 4 --log_rollouts_every 1".split()
     flags += ["--eval_samples", "2"]
     never = run_folder(tmp_path / "never", *flags)
-    first = read_jsonl(never / "metrics.jsonl")[0]
-    shown = f"of 8 x 2, pass@2 {first['eval_pass@2']:.3f}, cut {first['eval_truncated']:.0%}\n"
-    assert re.search(r"held out at step 0: accuracy 0.000 \[0.000, 0.\d+\] " + re.escape(shown), capsys.readouterr().out)
+    shown = r"held out at step 0: accuracy 0.000 \[0.000, 0.\d+\] of 8 x 2, pass@2 0.000, cut \d+%\n"
+    assert re.search(shown, capsys.readouterr().out)
     calls = watch_calls(monkeypatch, evaluation, "score", lambda number: number == call and signal.raise_signal(signal.SIGINT))
     stopped = run_folder(tmp_path / "stopped", *flags)
     assert len(calls) == call and not (stopped / "final").exists()
@@ -200,8 +191,7 @@ def test_a_signal_in_the_first_or_last_evaluation_stops_it_and_a_resumed_run_rep
 
 def test_an_evaluation_on_a_cpu_has_64_problems_of_a_model_and_256_of_the_demonstration(folder, tmp_path, capsys):
     path = write_lines(tmp_path / "data.jsonl", [{"prompt": f"{i}+1=?", "answer": str(i + 1)} for i in range(2000)])
-    flags = ["--use_grpo", "--dataset", path, "--report_to", "none", "--cold_start_steps", "0", "--output_dir",
-        str(tmp_path / "run")]
+    flags = f"--use_grpo --dataset {path} --report_to none --cold_start_steps 0 --output_dir {tmp_path}/run".split()
     for model, limit in (["--model_path", folder], 64), ([], 256), (["--model_path", folder, "--eval_limit", "65"], 65):
         run = set_up(parse_config([*flags, *model]))
         assert len(run.plan.data.eval_set) == limit == run.config.data.eval_limit

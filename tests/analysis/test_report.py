@@ -8,6 +8,8 @@ from html.parser import HTMLParser
 
 import pytest
 from matplotlib.figure import Figure
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 import infer
 from analysis import report
@@ -87,14 +89,6 @@ class Page(HTMLParser):
         self.token = None
 
 
-def panels_of(monkeypatch, folder):
-    """{title: axes} of the curves of the run in a folder."""
-    drawn = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
-    draw_curves(read_jsonl(folder / "metrics.jsonl"))
-    return {axes.get_title(): axes for axes in drawn[0].axes}
-
-
 def curves_of(axes):
     """{label: [(step, value), ...]} of a panel."""
     lines = [line for line in axes.lines if not line.get_label().startswith("_")]
@@ -102,7 +96,10 @@ def curves_of(axes):
 
 
 def test_curves_have_every_step_with_a_number_the_interval_and_the_start_of_a_phase(tmp_path, monkeypatch):
-    panels = panels_of(monkeypatch, fake_run(tmp_path / "run"))
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    draw_curves(read_jsonl(fake_run(tmp_path / "run") / "metrics.jsonl"))
+    panels = {axes.get_title(): axes for axes in drawn[0].axes}
     assert list(panels) == ["reward", "held out (share), 95 % interval", "groups and completions (share)", "length (tokens)",
                             "policy (nat/token)", "KL (nat/token)", "time (s)"]
     rewards = curves_of(panels["reward"])
@@ -190,17 +187,11 @@ def test_tokens_are_read_with_the_final_model_else_the_newest_checkpoint_else_th
 
 
 def test_tokens_have_their_text_with_the_space_they_begin_with(tmp_path):
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
     words = Tokenizer(models.WordLevel({"\u2581the": 0, "\u2581cat": 1, "s": 2, "<unk>": 3, "\u2581.": 4}, unk_token="<unk>"))
     words.pre_tokenizer, words.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()      # as SentencePiece's
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
     assert tokenizer.decode([1]) == "cat"
     assert "".join(report.token_text(tokenizer, token) for token in (0, 1, 2, 4)) == " the cats ."
-
-
-# ---- what is not trusted --------------------------------------------------------------------------------------------
 
 
 def test_no_text_of_a_model_becomes_part_of_the_page(tmp_path):
@@ -256,9 +247,6 @@ def test_a_folder_without_a_valid_run_is_rejected_in_one_line(tmp_path, break_it
     with pytest.raises(ValueError, match=message) as error:
         infer.main(["--report", str(folder)])
     assert "\n" not in str(error.value) and not (folder / "report.html").exists()
-
-
-# ---- several runs ---------------------------------------------------------------------------------------------------
 
 
 def run_of(folder, *evaluations, flags=()):

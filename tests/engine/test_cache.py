@@ -12,7 +12,6 @@ from engine.network import set_precision
 from engine.sampler import SamplingState, find_interval
 from sample import LogitsError
 
-EARLY = list(range(1, 30))                                # stop ids, so that completions end at different times
 ANY = dict(generation_max_length=40, generation_temperature=1.0, generation_top_k=0, generation_top_p=1.0)
 
 
@@ -31,8 +30,7 @@ def compactions(monkeypatch):
 
 
 def test_the_cache_is_compacted_as_completions_end_and_grow(shared, monkeypatch, compactions):
-    """Ten prompts, twelve completions at once. That it changes no result: test_matrix.py."""
-    shared.model.generation_config.eos_token_id = EARLY
+    shared.model.generation_config.eos_token_id = list(range(1, 30))             # completions end at different times
     prompts, config = PROMPTS * 2 + ["x", "another one"], GRPOConfig(num_completions_per_prompt=3, **ANY)
 
     def sample(size, capacity, kept=0):
@@ -69,11 +67,6 @@ def test_logits_that_are_not_finite_are_named(shared, settings):
         shared.model.get_output_embeddings().weight[7] = torch.nan
     with pytest.raises(LogitsError, match="not finite"):
         shared.sample(PROMPTS, settings, seeds=0)
-
-
-def test_what_u_times_the_total_may_round_up_to_draws_a_possible_token():
-    logits = torch.tensor([[-torch.inf, 0.0, 0.0, -torch.inf]])
-    assert sampler.sample_in_blocks(logits, torch.tensor([1.0]))[0].tolist() == [2]
 
 
 @pytest.mark.parametrize("lengths,ends,goal,index,distance", [

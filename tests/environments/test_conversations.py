@@ -15,9 +15,7 @@ from logprobs import completion_lengths
 from engine.errors import RunError
 from runs.folder import completion_records
 from runs.groups import describe_conversations
-from environments.conversations import (
-    MAX_MESSAGE_CHARACTERS, Conversation, sample_with_environment,
-)
+from environments.conversations import MAX_MESSAGE_CHARACTERS, Conversation, sample_with_environment
 from environments.instances import load_environment
 from environments.messages import encode_turns, encode_reply
 from model import byte_tokenizer
@@ -46,21 +44,6 @@ def sample_conversations(model, tokenizer, config, prompts=None, respond=reply_t
     return sample_with_environment(make_engine(engine, model, tokenizer), respond, examples, config, seeds)
 
 
-def test_sampler_and_trainer_agree_over_whole_conversations(architecture, tokenizer, settings):
-    _, model = architecture
-    shared = make_engine("shared", model, tokenizer)
-    for config in settings, replace(settings, generation_temperature=0.8, generation_top_k=50, generation_top_p=0.9):
-        for engine in "shared", "plain":
-            rollout = sample_conversations(model, tokenizer, config, engine=engine)
-            holes = torch.arange(rollout.completion_mask.shape[1]) < completion_lengths(rollout.completion_mask)[:, None]
-            holes &= ~rollout.completion_mask
-            assert describe_conversations(rollout)["turns"] > 1.5 and holes.sum() > 50, "there is something to get wrong"
-            assert not rollout.sampling_logp[holes].any()
-            trained = shared.log_probs(rollout)
-            assert (rollout.sampling_logp - trained.logp).abs().max() < 1e-4
-            assert not trained.logp[holes].any() and not trained.entropy[holes].any()
-
-
 def same(one, other):
     """Whether two rollouts are the same conversations."""
     return one.completions == other.completions and one.turn_points.sum() == pytest.approx(float(other.turn_points.sum()))
@@ -69,6 +52,9 @@ def same(one, other):
 def test_the_same_conversation_alone_in_a_batch_from_a_queue_and_looked_at_seldom(model, tokenizer, settings, monkeypatch):
     together = sample_conversations(model, tokenizer, settings)
     assert len({len(messages) for messages in together.completions}) > 2
+    trained = make_engine("shared", model, tokenizer).log_probs(together)
+    torch.testing.assert_close(trained.logp, together.sampling_logp, atol=1e-4, rtol=0.0)
+    assert not trained.entropy[~together.completion_mask].any(), "the environment's tokens have none"
     for p, prompt in enumerate(PROMPTS[:3]):
         alone = sample_with_environment(
             make_engine("shared", model, tokenizer), reply_to_everything, [{"prompt": prompt}], settings, [(3, p)])
@@ -83,13 +69,7 @@ def test_the_same_conversation_alone_in_a_batch_from_a_queue_and_looked_at_seldo
 ALTERNATE = "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
 TEMPLATES = {
     "chatml": (PUBLISHED["SmolLM2"], "<|im_end|>"),
-    "thoughts": (                                         # Qwen 3: earlier thoughts are left out, a tool speaks as user
-        "{% set at = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}{% set at.last = loop.index0 %}"
-        "{% endif %}{% endfor %}{% for m in messages %}<|im_start|>{{ 'user' if m.role == 'tool' else m.role }}\n"
-        "{% if m.role == 'tool' %}<tool_response>\n{{ m.content }}\n</tool_response>"
-        "{% elif m.role == 'assistant' and loop.index0 < at.last %}{{ m.content.split('</think>')[-1] }}"
-        "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}", "<|im_end|>"),
+    "thoughts": (PUBLISHED["Qwen 3"], "<|im_end|>"),      # earlier thoughts are left out
     "gemma": (PUBLISHED["Gemma"].replace("<start_of_turn>", ALTERNATE + "<start_of_turn>", 1), "<end_of_turn>"),
     "mistral": (                                          # a tool's message is left out; the last turn gets the instruction
         "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
@@ -111,8 +91,7 @@ def test_what_was_sampled_is_a_prefix_of_every_later_prompt(name, settings):
     tokenizer = chat_tokenizer(name)
     stops = [tokenizer.eos_token_id]
     said = ["<think>hm</think>one", "two", "madeupturn"]
-    answers = ["and?", {"role": "tool", "content": "4 \n2"}, "madeupturn?"]
-    heard = iter(answers)
+    heard = iter(["and?", {"role": "tool", "content": "4 \n2"}, "madeupturn?"])
     settings = replace(settings, generation_max_length=1000)
     conversation = Conversation(tokenizer, "1+1=?", lambda messages: next(heard), settings, stops)
     prompt = encode_prompt(tokenizer, "1+1=?")
@@ -130,12 +109,8 @@ def test_what_was_sampled_is_a_prefix_of_every_later_prompt(name, settings):
     assert [m["content"] for m in conversation.messages[1::2]] == said
 
     # Where a template shows every turn as it was, this is what it makes of the whole conversation.
-    messages = [{"role": "user", "content": "1+1=?"}]
-    for turn, answer in zip(said, answers):
-        answer = {"role": "user", "content": answer} if isinstance(answer, str) else answer
-        if answer["role"] == "tool" and name in ("gemma", "mistral"):
-            answer = answer | {"role": "user"}
-        messages += [{"role": "assistant", "content": turn}, answer]
+    unknown = "tool" if name in ("gemma", "mistral") else None
+    messages = [m | {"role": "user"} if m["role"] == unknown else m for m in conversation.messages]
     if name == "plain":
         assert text == "<think>hm</think>one<eos>\nand?\ntwo<eos>\n4 \n2\nmadeupturn<eos>\nmadeupturn?\n"
     elif name == "thoughts":

@@ -30,30 +30,6 @@ from sources import load_examples
 CALL = '<tool_call>{"name": "%s", "arguments": %s}</tool_call>'
 
 
-class Tally:
-    """Add up to a number: as TRL's first example, it draws its task itself and gives its own reward."""
-
-    def reset(self, **kwargs) -> str | None:
-        self.sum, self.goal = 0, random.randint(1, 6)
-        return f"Reach {self.goal}."
-
-    def get_reward(self) -> float:
-        return float(self.sum == self.goal)
-
-    async def add(self, step: int) -> int:
-        """
-        Add to the sum.
-
-        Args:
-            step: What to add.
-
-        Returns:
-            The sum.
-        """
-        self.sum += step
-        return self.sum
-
-
 class Parrot:
     """Say the same back: as TRL's echo, the trainer's reward function reads its attribute; over after three."""
 
@@ -111,12 +87,26 @@ def play(tokenizer, settings, cls, example, *turns):
     return conversation, *run_scripted_turns(conversation, list(turns))
 
 
-def test_an_environment_of_trl_that_draws_its_task_and_gives_its_own_reward(tokenizer, settings):
-    conversation, messages, points = play(tokenizer, settings, Tally, {}, CALL % ("add", '{"step": 2}'), "done")
-    goal = int(re.fullmatch(r"p Reach (\d)\.", conversation.prompt)[1])
-    assert [message["content"] for message in messages[1:]] == ["2", "done"] and points == (goal == 2)
-    calls = [CALL % ("add", '{"step": 1}')] * goal
-    assert play(tokenizer, replace(settings, max_turns=9), Tally, {}, *calls, "done")[2] == 1.0, "the same task again"
+def test_an_environment_may_give_its_own_reward_and_have_async_tools(tokenizer, settings):
+    class Own(Parrot):
+        def get_reward(self) -> float:
+            return float(self.said)
+
+        async def count(self, step: int) -> int:
+            """Count.
+
+            Args:
+                step: What to add.
+
+            Returns:
+                The sum.
+            """
+            self.said += step
+            return self.said
+
+    _, messages, points = play(tokenizer, settings, Own, {"word": "w"}, CALL % ("count", '{"step": 2}'), "bye")
+    assert [message["content"] for message in messages[1:]] == ["2", "bye"] and points == 2.0
+    assert [tool.__name__ for tool in tools_of(Own)] == ["count", "echo"], "neither reset, get_reward nor close"
 
 
 def test_an_environment_of_trl_whose_reward_the_trainer_reads(tokenizer, settings):
@@ -124,7 +114,6 @@ def test_an_environment_of_trl_whose_reward_the_trainer_reads(tokenizer, setting
     conversation, messages, points = play(tokenizer, replace(settings, max_turns=5), Parrot, {"word": "w"}, *turns, "bye")
     assert [message["content"] for message in messages[1::2]] == ["hello", "hi", "x", "error: Over."]
     assert points == pytest.approx(0.1) and conversation.respond.environment.word == "w"
-    assert [tool.__name__ for tool in tools_of(Parrot)] == ["echo"], "neither reset, get_reward nor close"
 
 
 ROWS = [{"prompt": prompt, "word": "w"} for prompt in PROMPTS[:2]]
@@ -134,17 +123,9 @@ def sample(model, tokenizer, config, cls, seed=3):
     """A rollout in which every turn of the random model is a call of the only tool."""
     model.generation_config.eos_token_id = list(range(1, 90))
     policy = make_engine("shared", model, tokenizer)
-    return sample_with_environment(policy, cls, ROWS, config, [(seed, p) for p in range(2)], num_completions=4)
-
-
-@pytest.fixture(autouse=True)
-def the_random_model_makes_calls(request, monkeypatch):
-    """Every turn of it is one."""
-    def call_the_first(text, tools):
-        return [run_call(next(iter(tools.values())), text[:9])]
-
-    if "model" in request.fixturenames:
-        monkeypatch.setattr(environments.tools, "run_calls", call_the_first)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(environments.tools, "run_calls", lambda text, tools: [run_call(next(iter(tools.values())), text[:9])])
+        return sample_with_environment(policy, cls, ROWS, config, [(seed, p) for p in range(2)], num_completions=4)
 
 
 def test_a_group_has_one_beginning_and_a_seed_gives_it_again(model, tokenizer, settings):
@@ -304,24 +285,14 @@ def test_what_reset_returns_has_a_place_in_every_form_of_prompt(tokenizer, setti
 
 
 def test_the_text_of_reset_counts_as_a_part_of_the_prompt(model, tokenizer, settings):
-    class Wordy:
-        def reset(self, **columns):
-            return "x" * 20
-
-        def look(self) -> str:
-            """Look around."""
-            return "nothing"
+    wordy, policy = bad("x", None, reset=lambda self, **columns: "x" * 20), make_engine("plain", model, tokenizer)
 
     def sample(limit):
-        policy = make_engine("plain", model, tokenizer)
-        return sampler_of(policy, Scoring([], [], Wordy, None, limit))([{"prompt": "abc"}], settings, [(0, 0)])
+        return sampler_of(policy, Scoring([], [], wordy, None, limit))([{"prompt": "abc"}], settings, [(0, 0)])
 
     assert sample(24).prompt_ids.shape[1] == 24           # with BOS
     with pytest.raises(RunError, match="with the text of reset a prompt has 24 tokens, more than --max_prompt_length=23;"):
         sample(23)
-
-
-# ---- functions as environments -------------------------------------------------------------------------------------
 
 
 def test_an_environment_gets_the_columns_it_asks_for():

@@ -10,9 +10,7 @@ from reward_functions import sandbox
 
 @pytest.fixture(scope="module")
 def no_process_is_left():
-    """Check after all tests of a module that each server has one child, which waits for the next request, and no
-    process has lost its parent.
-    """
+    """Check after all tests of a module that each server has one child, and that no process has lost its parent."""
     yield
     servers = [server.pid for servers in sandbox.idle_servers.values() for server in servers]
     for _ in range(100):                                           # a server forks a moment after it has answered

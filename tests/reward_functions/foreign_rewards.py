@@ -8,40 +8,32 @@ import re
 import signal
 
 
-# open-r1, accuracy_reward: None where the gold cannot be parsed, and a time limit by signal.alarm around the comparison,
-# as math-verify's verify has by default.
-def accuracy_reward(completions: list[list[dict[str, str]]], solution: list[str], **kwargs) -> list[float | None]:
+# open-r1, accuracy_reward and code_reward: None where the gold cannot be parsed, and a time limit by signal.alarm around the
+# comparison, as math-verify's verify has by default; options with defaults, a column in kwargs alone, an event loop of its own.
+def accuracy_reward(
+    completions: list[list[dict[str, str]]], solution: list[str], num_parallel: int = 2, **kwargs) -> list[float | None]:
+    async def compare(content, truth, info):
+        await asyncio.sleep(0)
+        try:
+            return float(float(truth) == float(re.findall(r"\d+", content + " 0")[0]) and len(info["inputs"]) == num_parallel)
+        except ValueError:
+            return None
+
+    async def compare_all():
+        contents = [completion[0]["content"] for completion in completions]
+        return await asyncio.gather(*map(compare, contents, solution, kwargs["verification_info"]))
+
     def expire(number, frame):
         raise TimeoutError
 
-    points = []
-    for content, truth in zip([completion[0]["content"] for completion in completions], solution, strict=True):
-        before = signal.signal(signal.SIGALRM, expire)
-        signal.alarm(5)
-        try:
-            points.append(float(float(truth) == float(re.findall(r"\d+", content + " 0")[0])))
-        except (TimeoutError, ValueError):
-            points.append(None)
-        finally:
-            signal.alarm(0)
-            signal.signal(signal.SIGALRM, before)
-    return points
-
-
-# open-r1, code_reward: options with defaults, its column in kwargs alone, and an event loop of its own.
-def code_reward(completions, num_parallel: int = 2, provider_type: str = "local", enforce_same_language=False, **kwargs):
-    async def run(completion, info):
-        await asyncio.sleep(0)
-        return float(len(info["inputs"]) == num_parallel) + (info["language"] in completion[0]["content"])
-
-    async def run_all():
-        return list(await asyncio.gather(*map(run, completions, kwargs["verification_info"])))
-
-    loop = asyncio.new_event_loop()
+    before, loop = signal.signal(signal.SIGALRM, expire), asyncio.new_event_loop()
+    signal.alarm(5)
     try:
-        return loop.run_until_complete(run_all())
+        return loop.run_until_complete(compare_all())
     finally:
         loop.close()
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 # verl, custom_reward_function and verl/utils/reward_score: called for each response, with a dict of a score and more.

@@ -1,7 +1,6 @@
 """What reward functions get by name, what they return and log, async functions, failures and the time limit."""
 
 import asyncio
-import contextlib
 import json
 import math
 import re
@@ -37,9 +36,6 @@ def score(function, *texts, examples=EXAMPLES, **options):
     return total.tolist()
 
 
-# ---- what is passed ------------------------------------------------------------------------------------------
-
-
 OF_TRL = """
 from trl.rewards import accuracy_reward, reasoning_accuracy_reward, think_format_reward
 from trl.rewards import get_cosine_scaled_reward, get_repetition_penalty_reward, get_soft_overlong_punishment
@@ -72,23 +68,20 @@ def test_reward_functions_of_trl_run_unchanged(name, tmp_path):
     torch.testing.assert_close(total[0].tolist(), TRLS_POINTS[name])
 
 
-FILE = Path(__file__).with_name("foreign_rewards.py")
 ROW = {
     "prompt": [{"role": "user", "content": "6+1=?"}], "answer": "7", "solution": "7",
-    "verification_info": {"language": "e", "inputs": [1, 2]}, "data_source": "openai/gsm8k",
+    "verification_info": {"inputs": [1, 2]}, "data_source": "openai/gsm8k",
 }
-OTHER = ROW | {"answer": "x", "solution": "x"}
 POINTS = {                      # of two completions of the first row, and two of the other one
     "accuracy_reward": [1, 0, None, None],
-    "code_reward": [1, 2, 1, 2],
     "compute_score": [1, 0, 0, 0],
 }
 
 
 @pytest.mark.parametrize("name", POINTS)
 def test_reward_functions_of_others_run_unchanged(name):
-    function, reports = load_reward_function(f"{FILE}:{name}"), Reports()
-    examples = [ROW | {"extra_info": {"index": 4}}, OTHER | {"extra_info": {"index": 5}}]
+    function, reports = load_reward_function(f"{Path(__file__).with_name('foreign_rewards.py')}:{name}"), Reports()
+    examples = [ROW | {"extra_info": {"index": 4}}, ROW | {"answer": "x", "solution": "x", "extra_info": {"index": 5}}]
     require_columns([function], examples, "the data")
     rollout = rollout_of("#### 7", "maybe", "#### 7", "maybe")
     _, per_function = call_and_score([function], [1.0], rollout, examples, reports=reports, timeout=30.0)
@@ -157,9 +150,6 @@ def test_trainer_state_counts_the_steps_of_grpo(tmp_path):
     assert run.trainer_state.global_step == 0, "not the steps of the cold start"
 
 
-# ---- what is returned and logged -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("points,returned", [
     (None, "None; return a list with one number (or None) for each of the 4 completions"),
     ([{"a": 1.0}] * 4, "None; return a list"),
@@ -184,10 +174,6 @@ def test_what_is_no_list_of_points_is_shown(points, returned):
 
 @pytest.mark.parametrize("kind", [list, tuple, torch.tensor, lambda points: torch.tensor(points).numpy()])
 def test_points_may_be_a_list_a_tuple_a_tensor_or_an_array(kind):
-    total, _ = call_and_score(
-        [lambda completions, **columns: kind([1.0, 2.0, 3.0, math.nan])], [1.0], rollout_of("a", "b", "c", "d"), EXAMPLES
-    )
-    assert total[0].tolist() == [1.0, 2.0] and total[1, 0] == 3.0 and total[1, 1].isnan()
     functions = [length, lambda completions, **columns: kind([1.0, 2.0, math.nan, math.nan])]
     total, _ = call_and_score(functions, [1.0, 1.0], rollout_of("a", "b", "c", "d"), EXAMPLES)
     assert total.tolist() == [[2.0, 3.0], [1.0, 1.0]], "NaN is None: for all siblings, the function does not apply"
@@ -234,17 +220,13 @@ def test_logged_values_reach_metrics_and_records_of_a_step_and_an_evaluation(tmp
         assert record["extra"] == {"first": record["completion"][:1], "tensor": i, "object": "{1}"}
 
 
-# ---- functions that fail -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("error", ["SystemExit(0)", "asyncio.CancelledError()"])
 @pytest.mark.parametrize("kind", ["def", "async def"])
 def test_what_would_end_the_program_is_an_error_of_the_function(kind, error):
     names = {}
     exec(f"import asyncio\n\n{kind} leaves(completions, **columns):\n    raise {error}", names)
     for timeout in 0.0, 20.0:
-        with pytest.raises(RunError,
-            match=r"leaves raised (RuntimeError|CancelledError): .* \(<string>, line 4\); on 4 completions"):
+        with pytest.raises(RunError, match=r"leaves raised (RuntimeError|CancelledError): .* \(<string>, line 4\)"):
             call_and_score([names["leaves"]], [1.0], rollout_of("a", "b", "c", "d"), EXAMPLES, timeout=timeout)
 
 
@@ -267,22 +249,18 @@ def test_a_failed_call_leaves_all_totals_unscored_and_is_kept_in_the_run_folder(
 def test_async_functions_run_beside_each_other_on_one_loop_and_outputs_are_theirs():
     loops = []
 
-    def slow(name):
-        class Slow:
-            async def __call__(self, completions, **kwargs):
-                loops.append(asyncio.get_running_loop())
-                await asyncio.sleep(0.4)
-                return [float(len(name))] * len(completions)
-
-        Slow.__name__ = name
-        return Slow()
+    class Slow:
+        async def __call__(self, completions, **kwargs):
+            loops.append(asyncio.get_running_loop())
+            await asyncio.sleep(0.4)
+            return [float(len(type(self).__name__))] * len(completions)
 
     async def plain(completions, answer, **kwargs):
         loops.append(asyncio.get_running_loop())
         await asyncio.sleep(0.4)
         return [float(a) for a in answer]
 
-    functions, started = [slow("a"), plain, length, slow("ccc")], time.monotonic()
+    functions, started = [type("a", (Slow,), {})(), plain, length, type("ccc", (Slow,), {})()], time.monotonic()
     total, _ = call_and_score(functions, [1.0] * 4, rollout_of(*"abcd"), EXAMPLES)
     assert total.tolist() == [[6.0, 6.0], [7.0, 7.0]] and time.monotonic() - started < 1.1, "not 1.2 s, one after the other"
     call_and_score([plain], [1.0], rollout_of(*"abcd"), EXAMPLES)
@@ -321,13 +299,6 @@ def test_functions_for_messages_are_told_that_completions_of_texts_are_texts():
         score(of_trl, *"abcd")
 
 
-@contextlib.contextmanager
-def at_most(seconds):
-    started = time.monotonic()
-    yield
-    assert time.monotonic() - started < seconds
-
-
 def backtracks(completions, **columns):
     return [float(bool(re.match(r"(a+)+$", "a" * 40 + "b"))) for _ in completions]
 
@@ -354,18 +325,21 @@ def spins(completions, **columns):
 
 @pytest.mark.parametrize("function", [backtracks, catches, waits_in_a_pool, spins])
 def test_the_limit_interrupts_and_the_handler_of_before_is_restored(function):
-    before = signal.getsignal(signal.SIGALRM)
-    with at_most(3), pytest.raises(RunError, match=r"no result within 0\.5 s"):
+    before, started = signal.getsignal(signal.SIGALRM), time.monotonic()
+    with pytest.raises(RunError, match=r"no result within 0\.5 s"):
         score(function, *"ab", examples=EXAMPLES[:1], timeout=0.5)
+    assert time.monotonic() - started < 3
     assert score(length, *"ab", examples=EXAMPLES[:1], timeout=0.5) == [[1.0, 1.0]]
     assert signal.getsignal(signal.SIGALRM) == before and signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
 def test_ctrl_c_ends_a_call_with_a_limit():
+    started = time.monotonic()
     before = signal.signal(signal.SIGINT, signal.default_int_handler)                   # processes of pytest-xdist ignore it
     try:
-        with at_most(3), pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt):
             threading.Timer(0.3, signal.raise_signal, [signal.SIGINT]).start()
             score(spins, *"ab", examples=EXAMPLES[:1], timeout=20.0)
+        assert time.monotonic() - started < 3
     finally:
         signal.signal(signal.SIGINT, before)

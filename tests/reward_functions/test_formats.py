@@ -14,26 +14,23 @@ import reward_functions
 from reward_functions.tunix import find_answer, read_float
 
 
-@pytest.mark.parametrize(
-    "given,truth,choices,points",
-    [
-        ("B", "B", None, 1.0), ("(b)", "B", None, 1.0), ("B.", "b", None, 1.0), ("B) four", "B", None, 1.0),
-        ("A", "B", None, 0.0), ("Bees", "B", None, 0.0), ("A or B", "B", None, 0.0), ("", "A", ["None", "x"], 0.0),
-        ("y", "y", ["x", "y"], 1.0), ("B", "y", ["x", "y"], 1.0), ("one", "B", ["one", "two"], 0.0),
-        ("two", "B", ["one", "two"], 1.0),
-        ("132", "132", None, None), ("A", None, None, None), ("A", math.nan, ["nan"], None), ("A", "", None, None),
-        # the text comes before the letter
-        ("D", "2", ["5", "4", "3", "2"], 1.0), ("2", "2", ["5", "4", "3", "2"], 1.0), ("C", "2", ["5", "4", "3", "2"], 0.0),
-        ("d) 2", "2", ["5", "4", "3", "2"], 1.0), ("A. Lincoln", "G. Washington", ["G. Washington", "A. Lincoln"], 0.0),
-        ("5", "5%", ["5", "5%"], 0.0), ("CO", "Co", ["CO", "Co"], 0.0), ("2", "A", ["2", "2", "4"], 1.0),
-        ("C", "A", ["2", "2", "4"], 0.0),
-        ("x", "x", ["__x__", "x", "$x+1$"], 1.0), ("__x__", "x", ["__x__", "x"], 0.0), ("x+1", "B", ["x", "$x+1$"], 1.0),
-        # no choice: several letters, a letter of no choice
-        ("A", "AB", None, None), ("D", "D", ["x", "y"], None), ("\u0131", "I", None, 0.0), ("AB", "B", None, 0.0),
-        ("four", "A", "four", 1.0),
-        ("B", 4, [3, 4], 1.0),
-    ],
-)
+@pytest.mark.parametrize("given,truth,choices,points", [
+    ("B", "B", None, 1.0), ("(b)", "B", None, 1.0), ("B.", "b", None, 1.0), ("B) four", "B", None, 1.0),
+    ("A", "B", None, 0.0), ("Bees", "B", None, 0.0), ("A or B", "B", None, 0.0), ("", "A", ["None", "x"], 0.0),
+    ("y", "y", ["x", "y"], 1.0), ("B", "y", ["x", "y"], 1.0), ("one", "B", ["one", "two"], 0.0),
+    ("two", "B", ["one", "two"], 1.0),
+    ("132", "132", None, None), ("A", None, None, None), ("A", math.nan, ["nan"], None), ("A", "", None, None),
+    # the text comes before the letter
+    ("D", "2", ["5", "4", "3", "2"], 1.0), ("2", "2", ["5", "4", "3", "2"], 1.0), ("C", "2", ["5", "4", "3", "2"], 0.0),
+    ("d) 2", "2", ["5", "4", "3", "2"], 1.0), ("A. Lincoln", "G. Washington", ["G. Washington", "A. Lincoln"], 0.0),
+    ("5", "5%", ["5", "5%"], 0.0), ("CO", "Co", ["CO", "Co"], 0.0), ("2", "A", ["2", "2", "4"], 1.0),
+    ("C", "A", ["2", "2", "4"], 0.0),
+    ("x", "x", ["__x__", "x", "$x+1$"], 1.0), ("__x__", "x", ["__x__", "x"], 0.0), ("x+1", "B", ["x", "$x+1$"], 1.0),
+    # no choice: several letters, a letter of no choice
+    ("A", "AB", None, None), ("D", "D", ["x", "y"], None), ("\u0131", "I", None, 0.0), ("AB", "B", None, 0.0),
+    ("four", "A", "four", 1.0),
+    ("B", 4, [3, 4], 1.0),
+])
 def test_multiple_choice(given, truth, choices, points):
     assert reward_functions.multiple_choice([f"<answer>{given}</answer>"], answer=[truth], choices=[choices]) == [points]
 
@@ -51,14 +48,11 @@ def test_a_choice_is_named_in_many_ways_and_another_one_in_none():
     assert reward_functions.multiple_choice(texts, answer=["E"] * len(texts)) == [0.0] * len(texts)
 
 
-@pytest.mark.parametrize(
-    "text,schema,points",
-    [
-        ('<answer>{"x": 1}</answer>', None, 1.0), ('{"x": 1}', None, 1.0), ('Here:\n```json\n[1, 2]\n```\nso.', None, 1.0),
-        ("{x: 1}", None, 0.0), ("", None, 0.0), ("NaN", None, 0.0), ("[" * 99999, None, 0.0), ('{"x": 1} and more', None, 0.0),
-        ('{"x": 1}', math.nan, 1.0), ("[]", " ", 1.0), ('</answer><answer>{"x": 1}', None, 0.0),
-    ],
-)
+@pytest.mark.parametrize("text,schema,points", [
+    ('<answer>{"x": 1}</answer>', None, 1.0), ('{"x": 1}', None, 1.0), ('Here:\n```json\n[1, 2]\n```\nso.', None, 1.0),
+    ("{x: 1}", None, 0.0), ("", None, 0.0), ("NaN", None, 0.0), ("[" * 99999, None, 0.0), ('{"x": 1} and more', None, 0.0),
+    ('{"x": 1}', math.nan, 1.0), ("[]", " ", 1.0), ('</answer><answer>{"x": 1}', None, 0.0),
+])
 def test_json_format(text, schema, points):
     assert reward_functions.json_format([text], schema=[schema]) == [points]
 
@@ -102,19 +96,16 @@ def test_without_a_number_or_within_thoughts_there_is_none():
     assert reward_functions.last_number([*texts, "72", "72"], answer=["72"] * 5 + [None, ["71", 72]]) == [0.0] * 5 + [None, 1.0]
 
 
-@pytest.mark.parametrize(
-    "text,tags,points",
-    [
-        (GOLD, None, 1.0),
-        ("<plan>x</plan><code>y</code>", ["plan", "code"], 1.0),
-        ("<code>y</code><plan>x</plan>", ["plan", "code"], 0.5),
-        ("<plan>x</plan><code> </code>", ["plan", "code"], 0.5),
-        ("<plan>x</plan>" * 2, ["plan"], 0.0), ("</plan>x<plan>", ["plan"], 0.0),
-        ("<plan>x", ["plan"], 0.0), ("", ["plan"], 0.0), (GOLD, math.nan, 1.0),
-        ("<plan>x</plan>", "plan", 1.0),
-        ("<p>x</p><l>x</l><a>x</a><n>x</n>", "plan", 0.0),             # one text is a list of one
-    ],
-)
+@pytest.mark.parametrize("text,tags,points", [
+    (GOLD, None, 1.0),
+    ("<plan>x</plan><code>y</code>", ["plan", "code"], 1.0),
+    ("<code>y</code><plan>x</plan>", ["plan", "code"], 0.5),
+    ("<plan>x</plan><code> </code>", ["plan", "code"], 0.5),
+    ("<plan>x</plan>" * 2, ["plan"], 0.0), ("</plan>x<plan>", ["plan"], 0.0),
+    ("<plan>x", ["plan"], 0.0), ("", ["plan"], 0.0), (GOLD, math.nan, 1.0),
+    ("<plan>x</plan>", "plan", 1.0),
+    ("<p>x</p><l>x</l><a>x</a><n>x</n>", "plan", 0.0),             # one text is a list of one
+])
 def test_xml_tags(text, tags, points):
     assert reward_functions.xml_tags([text], tags=[tags]) == [points]
 
@@ -172,19 +163,16 @@ def test_countdown_counts_in_fractions_and_wants_one_answer_in_tags_or_a_box_beh
     assert reward_functions.countdown(texts[:3], numbers=[None, [3], "nan"], target=[24, float("nan"), 24]) == [None] * 3
 
 
-@pytest.mark.parametrize(
-    "text,points", [("a b c d e", 0.0), ("a b a b a b", -1 / 3), ("la " * 100, -96 / 97), ("", 0.0), ("a b c", 0.0),
-                    ("!" * 100, -96 / 97), ("一二三四五六", 0.0), ("一二三四" * 25, -93 / 97), ("ab" * 1000, -96 / 97)]
-)
+@pytest.mark.parametrize("text,points", [
+    ("a b c d e", 0.0), ("a b a b a b", -1 / 3), ("la " * 100, -96 / 97), ("", 0.0), ("a b c", 0.0), ("!" * 100, -96 / 97),
+    ("一二三四五六", 0.0), ("一二三四" * 25, -93 / 97), ("ab" * 1000, -96 / 97),
+])
 def test_repetition_penalty(text, points):
     assert reward_functions.repetition_penalty([text]) == pytest.approx([points])
 
 
-def test_diversity_compares_characters_where_a_script_has_no_spaces():
+def test_diversity_looks_at_siblings_only_and_compares_characters_where_a_script_has_no_spaces():
     assert reward_functions.diversity(["一二三", "一二四"], prompts=["p"] * 2) == pytest.approx([2 / 3] * 2)
-
-
-def test_diversity_looks_at_siblings_only():
     assert reward_functions.diversity(["a b", "a b", "c d"], prompts=["p"] * 3) == [0.5, 0.5, 1.0]
     assert reward_functions.diversity(["a b", "a b", "c d"], prompts=["p", "q", "p"]) == [1.0, None, 1.0]
     assert reward_functions.diversity(["", "", "x"], prompts=["p"] * 3) == [0.5, 0.5, 1.0]
@@ -200,27 +188,24 @@ def test_safety(text, forbidden, points):
     assert reward_functions.safety([text], forbidden=[forbidden]) == [points]
 
 
-@pytest.mark.parametrize(
-    "text,truth,exact,approximate,answer,numbers",
-    [
-        (GOLD, "132", 3.0, 2.0, 3.0, 1.5),
-        ("so: <reasoning>x</reasoning> well <answer>132\n", "132", 3.0, 1.0, 3.0, 1.5),
-        ("<reasoning>x</reasoning><answer>1,000</answer>", "1000", 3.0, 2.0, 3.0, 0.0),
-        ("<reasoning>x</reasoning><answer>125</answer>", "132", 3.0, 2.0, 0.5, 0.0),
-        ("<reasoning>x</reasoning><answer>110</answer>", "132", 3.0, 2.0, 0.25, 0.0),
-        ("<reasoning>x</reasoning><answer>145</answer>", "132", 3.0, 2.0, 0.5, 0.0),
-        ("<reasoning>x</reasoning><answer>158</answer>", "132", 3.0, 2.0, 0.25, 0.0),
-        ("<reasoning>x</reasoning><answer>159</answer>", "132", 3.0, 2.0, -1.0, 0.0),
-        ("<reasoning>x</reasoning><answer>inf</answer>", "132", 3.0, 2.0, -0.5, 0.0),
-        ("<reasoning>x</reasoning><answer>7</answer>", "132", 3.0, 2.0, -1.0, 0.0),
-        ("<reasoning>x</reasoning><answer>7</answer>", "0", 3.0, 2.0, -1.0, 0.0),
-        ("<reasoning>x</reasoning><answer>many</answer>", "132", 3.0, 2.0, -0.5, 0.0),
-        ("<reasoning>x</reasoning><answer>-5</answer>", "-5", 3.0, 2.0, 3.0, 0.0),
-        ("132", "132", 0.0, -2.0, 0.0, 0.0),
-        ("<answer>about 132 or so", "132", 0.0, -1.0, 0.0, 1.5),
-        ("<answer>1.2.3", "132", 0.0, -1.0, 0.0, 0.0),
-    ],
-)
+@pytest.mark.parametrize("text,truth,exact,approximate,answer,numbers", [
+    (GOLD, "132", 3.0, 2.0, 3.0, 1.5),
+    ("so: <reasoning>x</reasoning> well <answer>132\n", "132", 3.0, 1.0, 3.0, 1.5),
+    ("<reasoning>x</reasoning><answer>1,000</answer>", "1000", 3.0, 2.0, 3.0, 0.0),
+    ("<reasoning>x</reasoning><answer>125</answer>", "132", 3.0, 2.0, 0.5, 0.0),
+    ("<reasoning>x</reasoning><answer>110</answer>", "132", 3.0, 2.0, 0.25, 0.0),
+    ("<reasoning>x</reasoning><answer>145</answer>", "132", 3.0, 2.0, 0.5, 0.0),
+    ("<reasoning>x</reasoning><answer>158</answer>", "132", 3.0, 2.0, 0.25, 0.0),
+    ("<reasoning>x</reasoning><answer>159</answer>", "132", 3.0, 2.0, -1.0, 0.0),
+    ("<reasoning>x</reasoning><answer>inf</answer>", "132", 3.0, 2.0, -0.5, 0.0),
+    ("<reasoning>x</reasoning><answer>7</answer>", "132", 3.0, 2.0, -1.0, 0.0),
+    ("<reasoning>x</reasoning><answer>7</answer>", "0", 3.0, 2.0, -1.0, 0.0),
+    ("<reasoning>x</reasoning><answer>many</answer>", "132", 3.0, 2.0, -0.5, 0.0),
+    ("<reasoning>x</reasoning><answer>-5</answer>", "-5", 3.0, 2.0, 3.0, 0.0),
+    ("132", "132", 0.0, -2.0, 0.0, 0.0),
+    ("<answer>about 132 or so", "132", 0.0, -1.0, 0.0, 1.5),
+    ("<answer>1.2.3", "132", 0.0, -1.0, 0.0, 0.0),
+])
 def test_the_four_rewards_of_tunix(text, truth, exact, approximate, answer, numbers):
     assert reward_functions.match_format_exactly([text]) == [exact]
     assert reward_functions.match_format_approximately([text]) == [approximate]

@@ -5,6 +5,7 @@ import inspect
 from dataclasses import replace
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -127,16 +128,10 @@ def test_every_function_is_imported_from_the_package_and_a_module_of_it_does_not
         assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0, statement
 
 
-def example_of(function):
-    """The line of data in a function's docstring."""
-    lines = map(str.strip, function.__doc__.splitlines())
-    return json.loads(next((line for line in lines if line.startswith("{")), "{}"))
-
-
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_every_function_that_reads_a_column_has_a_line_of_data_that_it_can_score(name):
     function = load_reward_function(name)
-    example = example_of(function)
+    example = json.loads((re.findall(r"^ *(\{.*)$", function.__doc__, re.MULTILINE) or ["{}"])[0])
     given = {"completions", "prompts", "completion_ids", "turn_points"}
     columns = set(inspect.signature(function).parameters) - given - {"columns"}
     assert bool(example) == bool(columns)
@@ -166,5 +161,4 @@ def test_a_column_counts_where_it_has_a_value():
 
     require_columns([needs], [{"prompt": "p"}, {"prompt": "q", "level": torch.zeros(3)}], "zeros are values")
     with pytest.raises(ValueError, match=r"needs the column level, which my data does not have \(columns with values: prompt\)$"):
-        require_columns([needs], [{"prompt": "p", "level": None}, {"prompt": "q", "level": ""}, {"level": float("nan")}],
-            "my data")
+        require_columns([needs], [{"level": None}, {"prompt": "q", "level": ""}, {"level": float("nan")}], "my data")

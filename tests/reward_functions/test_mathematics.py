@@ -13,25 +13,12 @@ from reward_functions.sandbox import SandboxResult
 
 
 @needs_math_verify
-@pytest.mark.parametrize(
-    "given,truth,points",
-    [
-        ("<answer>1/2</answer>", "\\frac{1}{2}", 1.0), ("so \\boxed{0.5}", "1/2", 1.0),
-        ("<answer>2(x+1)</answer>", "$2x+2$", 1.0), ("\\boxed{\\frac{1}{2}}", "0.5", 1.0),
-        ("<answer>\\frac{1}{3}</answer>", "\\frac{1}{2}", 0.0), ("<answer>1,234</answer>", "1234", 1.0),
-        ("\\boxed{1}\\boxed{2}", "2", 1.0), ("\\boxed{2}\\boxed{1}", "2", 0.0), ("2", "2", 1.0), ("", "2", 0.0),
-        ("\\boxed{", "2", 0.0),
-        ("<answer>Paris</answer>", "paris", 1.0), ("<answer>dog</answer>", "cat", 0.0), ("<answer>x y</answer>", "yx", 1.0),
-        ("<answer>18 or 19</answer>", "19", 0.0), ("<answer>18 dollars</answer>", "$18.00", 1.0),
-        ("<answer>1</answer><answer>2</answer>", "2", 0.0), ("<answer>The answer is $2$.", "2", 0.0),
-        ("The answer is $\\frac{1}{2}$.", "0.5", 1.0), ("<think>$\\frac{1}{2}$", "0.5", 0.0),
-        ("<think>$1$</think>So $\\frac{1}{2}$.", "0.5", 1.0),
-        ("$1$, $2$, $3$", "2", 0.0), ("<answer>2", "2", 0.0), ("x" * 5000 + " so $\\frac{1}{2}$.", "0.5", 1.0),
-        ("<answer>x</answer>", None, None), ("<answer>5</answer>", math.nan, None), ("<answer>9^{9^{9^9}}</answer>", "3", 0.0),
-        ("<answer>" + "(" * 3000 + "</answer>", "3", 0.0), ("<answer>" + "\\frac{" * 300 + "</answer>", "3", 0.0),
-        ("<answer>__import__('os')._exit(0)</answer>", "3", 0.0),
-    ],
-)
+@pytest.mark.parametrize("given,truth,points", [
+    ("The answer is $\\frac{1}{2}$.", "0.5", 1.0), ("$1$, $2$, $3$", "2", 0.0), ("x" * 5000 + " so $\\frac{1}{2}$.", "0.5", 1.0),
+    ("<answer>x</answer>", None, None), ("<answer>5</answer>", math.nan, None), ("<answer>9^{9^{9^9}}</answer>", "3", 0.0),
+    ("<answer>" + "(" * 3000 + "</answer>", "3", 0.0), ("<answer>" + "\\frac{" * 300 + "</answer>", "3", 0.0),
+    ("<answer>__import__('os')._exit(0)</answer>", "3", 0.0),
+])
 def test_math_equality(given, truth, points):
     assert reward_functions.math_equality([given], answer=[truth]) == [points]
 

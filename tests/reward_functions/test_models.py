@@ -89,9 +89,6 @@ def test_a_classifier_with_labels_gives_a_probability(tmp_path):
     assert sum(points) == pytest.approx(1) and all(0 < p < 1 for p in points)
 
 
-# ---- the judge -----------------------------------------------------------------------------------------------------
-
-
 def chat(text):
     return httpx2.Response(200, json={"choices": [{"message": {"role": "assistant", "content": text}}]})
 
@@ -124,13 +121,12 @@ def test_a_judges_ratings_become_points_in_order(ask_judge):
     assert "How helpful?" in body["messages"][0]["content"] and "user: Say hello." in body["messages"][0]["content"]
 
 
-@pytest.mark.parametrize(
-    "reply,rating",
-    [("7", 0.7), ("Mark: 7.5.", 0.75), ("7/10", 0.7), ("7 out of 10", 0.7), ("<think>3? 4?</think>\n5", 0.5), ("0", 0.0),
-     ("", None), ("great", None), ("11", None), ("-1", None), ("3 or 4", None), ("nan", None), ("1e9", None),
-     ("\u221210", None), ("7-8", None), ("10 %", None), ("7 percent", None), ("7/10.5", None), ("so...7", 0.7), ("- 7", 0.7),
-     ("**7**", 0.7)],
-)
+@pytest.mark.parametrize("reply,rating", [
+    ("7", 0.7), ("Mark: 7.5.", 0.75), ("7/10", 0.7), ("7 out of 10", 0.7), ("<think>3? 4?</think>\n5", 0.5), ("0", 0.0),
+    ("", None), ("great", None), ("11", None), ("-1", None), ("3 or 4", None), ("nan", None), ("1e9", None),
+    ("\u221210", None), ("7-8", None), ("10 %", None), ("7 percent", None), ("7/10.5", None), ("so...7", 0.7), ("- 7", 0.7),
+    ("**7**", 0.7),
+])
 def test_a_rating_is_the_only_number_in_range(reply, rating):
     if rating is None:
         with pytest.raises(ValueError, match="no rating"):

@@ -10,23 +10,14 @@ from conftest import read_programs, watch_calls
 from reward_functions import programs, sandbox
 from reward_functions.programs import passes_tests
 
-if sys.platform != "linux":
-    pytest.skip("the sandbox needs Linux", allow_module_level=True)
-
-pytestmark = pytest.mark.usefixtures("no_process_is_left")
-
-
-@pytest.fixture(autouse=True)
-def tests_are_new():
-    programs.split_tests.cache_clear()
+pytestmark = [
+    pytest.mark.usefixtures("no_process_is_left"), pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")]
 
 
 TESTS = ["assert square(3) == 9", "assert square(-4) == 16", "assert abs(square(0.5) - 0.25) < 1e-9"]
 
 HONEST = {
     "plain": ("def square(x):\n    return x * x", 1.0),
-    "the last block counts": ("```python\nraise\n```\nBetter:\n```py\ndef square(x): return x * x\n```", 1.0),
-    "in the answer": ("<reasoning>easy</reasoning><answer>```python\nsquare = lambda x: x * x\n```</answer>", 1.0),
     "main block": ("def square(x): return x * x\nif __name__ == '__main__':\n    input('number? ')", 1.0),
     "only positive": ("def square(x):\n    assert x >= 0\n    return x * x", 2 / 3),
     "leaves on one": ("import os\ndef square(x):\n    return x * x if x > 0 else os._exit(0)", 2 / 3),
@@ -143,6 +134,7 @@ NOT_JUDGED = [
 
 @pytest.mark.parametrize("test", NOT_JUDGED)
 def test_a_test_of_another_form_is_named_once_and_not_scored(test):
+    programs.split_tests.cache_clear()
     cheat = "f = sqrt = Matrix = Point = lambda *_: 0\nclass np: allclose = isclose = lambda *_: True"
     with pytest.warns(UserWarning, match=r"not asserts of the forms CALL, ") as caught, warnings.catch_warnings():
         warnings.simplefilter("always")

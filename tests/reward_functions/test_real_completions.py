@@ -24,17 +24,12 @@ TAGGED = "<reasoning>{}</reasoning>\n<answer>{}</answer>"
 NUMBERS = [                     # completion, is 72 its answer?, rewards of correctness, math_equality, last_number
     # The form that the default instruction asks for.
     (TAGGED.format(LONG, "72"), 1, 1, 1, 1),
-    (TAGGED.format(LONG, "72 clips"), 1, 0, 1, 1),
     (TAGGED.format(LONG, "**72**"), 1, 0, 1, 1),
-    (TAGGED.format(LONG, "$72$"), 1, 0, 1, 1),
-    (TAGGED.format(LONG, "\\boxed{72}"), 1, 1, 1, 1),
     (TAGGED.format(LONG, "The answer is 72."), 1, 0, 0, 1),
     (TAGGED.format(LONG, "48 + 24 = 72"), 1, 0, 1, 1),
     (TAGGED.format(LONG, "\uff17\uff12"), 1, 1, 1, 1),
     (TAGGED.format(LONG, "72\u200b"), 1, 1, 1, 1),
     (TAGGED.format(LONG, "\u0667\u0662"), 1, 1, 1, 1),
-    (TAGGED.format(LONG, "$72.00"), 1, 1, 1, 1),
-    (TAGGED.format(LONG, "24"), 0, 0, 0, 0),
     (TAGGED.format(LONG, "71 or 72"), 0, 0, 0, 1),
     (TAGGED.format(LONG, "72</answer><answer>73"), 0, 0, 0, 0),
     (TAGGED.format(LONG, "73</answer><answer>72"), 0, 0, 0, 1),
@@ -47,7 +42,6 @@ NUMBERS = [                     # completion, is 72 its answer?, rewards of corr
     ("$$\\boxed{72}$$\n\nCheck: 72 - 48 = 24, half of 48.", 1, 1, 1, 0),
     ("\\boxed{\\dfrac{144}{2}}", 1, 0, 1, 0),
     ("\\boxed{x = 72}", 1, 0, 1, 1),
-    ("\\boxed{48}", 0, 0, 0, 0),
     ("\\boxed{71}\\boxed{72}\\boxed{73}", 0, 0, 0, 0),
     ("**Final Answer**\n\n\\[ \\boxed{ 72 } \\]", 1, 1, 1, 1),
     ("The answer is \\fbox{72}.", 1, 1, 1, 1),
@@ -59,10 +53,8 @@ NUMBERS = [                     # completion, is 72 its answer?, rewards of corr
     ("**Answer: 72**", 1, 0, 1, 1),
     ("The answer is $72$.", 1, 0, 1, 1),
     ("### Step 3\nAdd them: 48 + 24 = 72\n\nSo Natalia sold **72 clips** altogether.", 1, 0, 1, 1),
-    ("Natalia sold a total of 72 dollars.", 1, 0, 1, 1),
     ("72", 1, 0, 1, 1),
     ("Let me think. 48 and half of it is 24, that makes 70.", 0, 0, 0, 0),
-    ("I am sorry, but I cannot answer that.", 0, 0, 0, 0),
     ("", 0, 0, 0, 0),
     # Thoughts.
     (f"<think>\n{LONG}\n</think>\n\n<answer>72</answer>", 1, 1, 1, 1),
@@ -91,7 +83,6 @@ def test_the_number_that_a_completion_ends_with():
 
 @pytest.mark.parametrize("text,points", [
     ("<answer>(B)</answer>", 1), ("\\boxed{B}", 1), ("The best option is $\\boxed{\\text{B}}$.", 1),
-    ("<answer>B. Bern</answer>", 1), ("<answer>Bern</answer>", 1),
     ("<answer>\uff08B\uff09</answer>", 1), ("<answer>答案\uff1aB</answer>", 1), ("\\boxed{选项B}", 1),
     ("<think>A? B?</think>\\boxed{B}", 1),
     ("<think>\\boxed{B}", 0), ("<answer>A or B</answer>", 0), ("\\boxed{A}", 0), ("\\boxed{A}, \\boxed{B}, \\boxed{C}", 0),
@@ -112,10 +103,7 @@ PROGRAMS = [                    # completion, share of tests that it should pass
     (f"```python\n{SQUARE}```", 1),
     (f"Here is it:\n\n```python\n{SQUARE}```\n\nExample usage:\n\n```python\nprint(square(int(input())))\n```\n", 1),
     (f"```python\n{SQUARE}```\n\nThis outputs:\n```\n9\n```", 1),
-    (f"~~~python\n{SQUARE}~~~", 1),
-    (f"```Python title=\"square.py\"\n{SQUARE}```", 1),
     (f"```py\n{SQUARE}", 1),                                                          # the closing fence was the stop
-    (f"```\n{SQUARE}```", 1),
     (SQUARE, 1),
     ("The helper:\n```python\ndef times(a, b):\n    return a * b\n```\n"
      "Then:\n```python\ndef square(x):\n    return times(x, x)\n```", 1),
@@ -139,8 +127,6 @@ def test_the_program_in_a_completion():
     assert [(row, reward) for row, reward in zip(PROGRAMS, found) if reward != row[1]] == []
 
 
-# ---- answers -------------------------------------------------------------------------------------------------------
-
 SPELLINGS = json.loads((Path(__file__).parent / "spellings.json").read_text(encoding="utf-8"))
 
 
@@ -151,10 +137,7 @@ def test_spellings_have_the_verdicts_of_the_table_and_any_answer_of_a_list_may_b
     assert [row for row, verdict in zip(SPELLINGS, verdicts, strict=True) if bool(verdict) != row[column]] == []
     texts = [f"<answer>{text}</answer>" for text in ("Paris", "2.0", "3", "1", "1")]
     assert function(texts, answer=[["Rome", "paris"], ["1", 2], [1, 2], [], None]) == [1.0, 1.0, 0.0, 0.0, None]
-
-
-def test_correctness_accepts_no_spelling_of_another_answer():
-    assert [row for row in SPELLINGS if row[4] and not row[2]] == []
+    assert [row for row in SPELLINGS if row[4] and not row[2]] == [], "correctness accepts no spelling of another answer"
 
 
 @pytest.mark.parametrize("text,answer", [

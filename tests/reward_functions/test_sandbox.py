@@ -47,42 +47,27 @@ def method(request, monkeypatch):
     return request.param
 
 
-def test_at_least_one_way_is_tested():
-    assert AVAILABLE
-
-
-@pytest.mark.parametrize(
-    "code,ok,stdout,reason",
-    [
-        ("print(1 + 1)", True, "2\n", ""),
-        ("", True, "", ""),
-        ("import sys; sys.exit()", True, "", ""),
-        ("import sys; sys.exit(3)", False, "", "exit code 3"),
-        ("import sys; sys.exit('no')", False, "", "exit code 1"),
-        ("1 / 0", False, "", "exit code 1"),
-        ("def", False, "", "exit code 1"),
-        ("print('\\ud800')", False, "", "exit code 1"),
-        ("a = 'x' * 10**9", False, "", "memory"),
-        ("while True: pass", False, "", "time"),
-        ("import time; time.sleep(99)", False, "", "time"),
-        ("print('x' * 10**6)", False, "x" * OUTPUT_BYTES, "output"),
-        ("import ctypes; ctypes.string_at(0)", False, "", "SIGSEGV"),
-        ("import os; print({*os.environ} - {'LC_CTYPE', 'PWD'})", True, "set()\n", ""),
-        ("import dataclasses\n@dataclasses.dataclass\nclass A:\n    x: int = 1\nprint(A())", True, "A(x=1)\n", ""),
-        ("import sys; print(sys.stdin.read() == '', __name__)", True, "True __main__\n", ""),
-        ("from resource import *; print(*map(getrlimit, [RLIMIT_CPU, RLIMIT_CORE, RLIMIT_MEMLOCK]))", True,
-         "(10, 10) (0, 0) (0, 0)\n", ""),
-    ],
-)
+@pytest.mark.parametrize("code,ok,stdout,reason", [
+    ("print(1 + 1)", True, "2\n", ""),
+    ("", True, "", ""),
+    ("import sys; sys.exit()", True, "", ""),
+    ("import sys; sys.exit(3)", False, "", "exit code 3"),
+    ("import sys; sys.exit('no')", False, "", "exit code 1"),
+    ("1 / 0", False, "", "exit code 1"),
+    ("def", False, "", "exit code 1"),
+    ("print('\\ud800')", False, "", "exit code 1"),
+    ("a = 'x' * 10**9", False, "", "memory"),
+    ("print('x' * 10**6)", False, "x" * OUTPUT_BYTES, "output"),
+    ("import ctypes; ctypes.string_at(0)", False, "", "SIGSEGV"),
+    ("import os; print({*os.environ} - {'LC_CTYPE', 'PWD'})", True, "set()\n", ""),
+    ("import dataclasses\n@dataclasses.dataclass\nclass A:\n    x: int = 1\nprint(A())", True, "A(x=1)\n", ""),
+    ("import sys; print(sys.stdin.read() == '', __name__)", True, "True __main__\n", ""),
+    ("from resource import *; print(*map(getrlimit, [RLIMIT_CPU, RLIMIT_CORE, RLIMIT_MEMLOCK]))", True,
+     "(10, 10) (0, 0) (0, 0)\n", ""),
+])
 def test_a_program_runs_and_what_became_of_it_is_said(method, code, ok, stdout, reason):
-    result = run_python(code, timeout_s=0.5 if reason == "time" else 10)
+    result = run_python(code, timeout_s=10)
     assert (result.ok, result.stdout, result.reason) == (ok, stdout, reason), result
-
-
-def test_many_threads_may_call_at_once(method):
-    with ThreadPoolExecutor(8) as threads:
-        results = list(threads.map(lambda i: run_python(f"print({i})").stdout, range(64)))
-    assert results == [f"{i}\n" for i in range(64)]
 
 
 def test_the_first_method_that_works_is_used_and_without_one_nothing_is_run(monkeypatch):
@@ -157,7 +142,6 @@ ORDINARY = {
     "socketpair": "import asyncio, socket\nasync def f():\n    a, b = socket.socketpair()\n    b.send(b'5\\n')\n"
                   "    reader, _ = await asyncio.open_connection(sock=a)\n"
                   "    print(int(await reader.readline()))\nasyncio.run(f())",
-    "threads": "from concurrent.futures import ThreadPoolExecutor\nprint(sum(ThreadPoolExecutor(4).map(int, '122')))",
     "alarm": "import signal, time\nsignal.signal(signal.SIGALRM, lambda *a: print(5))\n"
              "signal.setitimer(signal.ITIMER_REAL, 0.01); time.sleep(0.2)",
     "own signal": "import signal\nsignal.signal(signal.SIGUSR1, lambda *a: print(5)); signal.raise_signal(signal.SIGUSR1)",
@@ -210,9 +194,10 @@ def test_hostile_programs_are_contained(method):
             started = time.monotonic()
             result = run_python(code, timeout_s=1.5, memory_mb=256)
             seconds = time.monotonic() - started
-            next_output = run_python("print(6 * 7)").stdout
+            next_output = run_python(f"print({name!r})").stdout
             assert "ESCAPED" not in result.stdout + result.stderr, (name, result)
-            assert os.listdir(folder) == ["file"] and victim.read_text() == SECRET and seconds < 6 and next_output == "42\n", (name, result)
+            assert os.listdir(folder) == ["file"] and victim.read_text() == SECRET and seconds < 6, (name, result)
+            assert next_output == f"{name}\n", "of this program, not of one in another thread"
             assert name not in SLOW_ONES or result.reason == "time", (name, result)
 
     with ThreadPoolExecutor(8) as threads:

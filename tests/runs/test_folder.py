@@ -73,8 +73,6 @@ def test_every_metric_is_in_the_glossary(finished):
         assert f"`{name}`" in of_completions, name
 
 
-# ---- one writer -----------------------------------------------------------------------------------------------------
-
 HOLD = "import sys, time; from filelock import FileLock; lock = FileLock(sys.argv[1]); lock.acquire(); print('locked', flush=True); time.sleep(60)"
 
 
@@ -137,9 +135,6 @@ def test_runs_without_a_name_that_begin_in_the_same_second_take_two_folders(tmp_
         folder.open(Config.of(report_to="none"), 0, {})
     assert [str(folder.path) for folder in folders] == ["outputs/now", "outputs/now-2"]
     assert {path.name for path in (tmp_path / "outputs").glob("*/config.json")} and all(folder.lock.is_locked for folder in folders)
-
-
-# ---- records --------------------------------------------------------------------------------------------------------
 
 
 def test_advantages_of_a_group_sum_to_0_in_its_records_with_importance_weights_too(base):
@@ -207,8 +202,6 @@ def test_groups_that_are_tied_and_all_right_are_counted(base):
     assert math.isnan(unknown["zero_variance_right_groups"]) and math.isnan(unknown["correct"])
 
 
-# ---- trackers -------------------------------------------------------------------------------------------------------
-
 RUN = [*QUICK, "--use_grpo", "--cold_start_steps", "1", "--max_steps", "2", "--log_rollouts_every", "1", "--report_to"]
 
 
@@ -256,8 +249,6 @@ def test_records_are_written_together_or_not_at_all(tmp_path):
     assert (tmp_path / "rollouts.jsonl").read_text() == before and before.count("\n") == 2
 
 
-# ---- checkpoints: nothing is lost by kills, full disks and damaged files -------------------------------------------------
-
 STATE = {"progress": {"step": 1}, "settings": {}, "versions": {}}
 
 
@@ -303,8 +294,10 @@ def test_the_lines_of_a_step_are_on_the_disk_before_its_checkpoint_is(tmp_path, 
     assert ("rollouts.jsonl", []) in flushed
 
 
-def test_a_reference_is_saved_beside_the_model_and_old_checkpoints_go(tmp_path, monkeypatch):
-    saved = []
+def test_a_reference_is_saved_beside_the_model_and_old_checkpoints_go_but_no_copies_of_a_user(tmp_path, monkeypatch):
+    saved, copies = [], {"step-best", "step-00000001-good", "step-00000002.bak"}
+    for name in copies:
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
     monkeypatch.setattr(checkpoint, "save_any_policy", lambda model, tokenizer, folder, weights: (
         saved.append((model, folder.name, sorted(weights))), folder.mkdir(parents=True)))
     model, reference = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1, bias=False)
@@ -312,19 +305,10 @@ def test_a_reference_is_saved_beside_the_model_and_old_checkpoints_go(tmp_path, 
         checkpoint.write_checkpoint(tmp_path / "checkpoints", min(step, 3), model, None, other, STATE, keep=2)
     assert saved == [(model, "writing", ["bias", "weight"])] * 3 + [
         (reference, "reference", ["weight"]), (model, "writing", ["bias", "weight"]), (reference, "reference", ["weight"])]
-    kept = sorted((tmp_path / "checkpoints").iterdir())
-    assert [path.name for path in kept] == ["step-00000002", "step-00000003"], "the newest ones, of each step the last"
-    assert (kept[1] / "reference").is_dir() and not (kept[0] / "reference").exists()
-
-
-def test_copies_that_a_user_makes_of_checkpoints_are_neither_deleted_nor_resumed(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint, "save_any_policy", lambda model, tokenizer, folder, weights: folder.mkdir(parents=True))
-    copies = {"step-best", "step-00000001-good", "step-00000002.bak"}
-    for name in copies:
-        (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    for step in 1, 2:
-        newest = checkpoint.write_checkpoint(tmp_path / "checkpoints", step, torch.nn.Linear(1, 1), None, None, STATE, keep=1)
-    assert {path.name for path in newest.parent.iterdir()} == {*copies, newest.name} and checkpoint.latest_checkpoint(tmp_path) == newest
+    left, newest = {path.name for path in (tmp_path / "checkpoints").iterdir()}, checkpoint.latest_checkpoint(tmp_path)
+    assert left == {*copies, "step-00000002", "step-00000003"}, "the newest ones, of each step the last"
+    assert newest.name == "step-00000003" and (newest / "reference").is_dir()
+    assert not newest.with_name("step-00000002").joinpath("reference").exists()
 
 
 def test_a_kill_between_the_two_renames_leaves_the_checkpoint_before(tmp_path, monkeypatch):

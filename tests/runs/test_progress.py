@@ -26,7 +26,6 @@ from runs.setup import set_up
 def test_evaluations_are_due_before_the_first_step_every_eval_steps_of_a_phase_and_at_its_end(
     monkeypatch, eval_steps, updates_per_step, resumed_at, expected
 ):
-    """Phases of 3 and 5 steps, counted by hand."""
     progress, evaluated, raises_at = Progress(), [], {resumed_at}
     data = SimpleNamespace(eval_set=[1])
     run = SimpleNamespace(
@@ -86,27 +85,20 @@ def test_the_demonstration_is_evaluated_a_twentieth_of_a_run_apart_and_its_cold_
     assert {phase.eval_steps for phase in phases.plan_phases(Config.from_profile("demo", use_grpo=True, eval_steps=0), 9000)} == {0}
 
 
-def fake_checkpoint(folder, step, content=None):
-    path = folder / f"checkpoints/step-{step:08d}"
-    path.mkdir(parents=True)
-    torch.save({"step": step}, path / "state.pt")
-    if content is not None:
-        (path / "state.pt").write_bytes(content)
-    return path
-
-
 @pytest.mark.parametrize("content", [b"", b"\0" * 64, b"PK\3\4 no archive", b"\x80\x04cos\nsystem\n."])
 def test_a_checkpoint_that_cannot_be_read_is_one_line_that_names_it_and_the_one_before(tmp_path, content):
     assert latest_checkpoint(tmp_path) is None
-    good, bad = fake_checkpoint(tmp_path, 1), fake_checkpoint(tmp_path, 2, content)
+    good, bad = (tmp_path / f"checkpoints/step-0000000{step}" for step in (1, 2))
+    for path in good, bad:
+        path.mkdir(parents=True)
+    torch.save({"step": 1}, good / "state.pt")
+    (bad / "state.pt").write_bytes(content)
     with pytest.raises(ValueError) as error:
         latest_checkpoint(tmp_path)
     assert str(error.value).startswith(f"{bad} cannot be read: ") and str(error.value).endswith(f"remove it to continue from {good}")
     shutil.rmtree(good)
     with pytest.raises(ValueError, match=r"cannot be read: .*start in another folder$"):
         latest_checkpoint(tmp_path)
-    shutil.rmtree(bad)
-    assert latest_checkpoint(tmp_path) is None
 
 
 @pytest.mark.slow

@@ -1,21 +1,18 @@
 """Data sets in the form in which they are published: columns, types and notation of their cards, with sentences of our own."""
 
 import json
+from functools import partial
 
+import datasets
 import pytest
-from test_data import data_of, write_lines
+from test_data import data_of, message, write_lines
 
 from reward_functions.arithmetic import countdown
 from rewards import correctness
 from sources import load_examples
 
 
-def user(text):
-    return {"role": "user", "content": text}
-
-
-def assistant(text, **more):
-    return {"role": "assistant", "content": text} | more
+user, assistant = partial(message, "user"), partial(message, "assistant")
 
 
 def tagged(reasoning, answer):
@@ -70,8 +67,6 @@ PUBLISHED = [                   # row, forms, prompt, answer, completion, other 
 
 @pytest.mark.parametrize("row,forms,prompt,answer,completion,others", PUBLISHED)
 def test_a_data_set_is_read_as_it_is_published_and_its_form_is_named(row, forms, prompt, answer, completion, others, tmp_path):
-    import datasets
-
     datasets.Dataset.from_list([row]).to_parquet(tmp_path / "data.parquet")
     for source in [row], str(tmp_path / "data.parquet"):
         lines = []
@@ -89,8 +84,7 @@ def test_of_a_form_that_only_some_rows_have_the_number_is_named():
 def test_countdown_needs_the_flag_that_the_message_names(tmp_path):
     path = write_lines(tmp_path / "countdown.jsonl",
         [{"target": n * 3 + 4, "nums": [n, 3, 4]} for n in (2, 6)])     # Jiayi-Pan/Countdown-Tasks-3to4
-    with pytest.raises(ValueError,
-        match=r"columns target, nums, .*--prompt_column, or a text such as '... \{target\} ... \{nums\}"):
+    with pytest.raises(ValueError, match=r"columns target, nums, .*or a text such as '... \{target\} ... \{nums\}"):
         load_examples(path)
     examples, _ = data_of("--dataset", path, "--eval_limit", "0", "--prompt_column", "Make {target} from {nums}. \\boxed{}")
     assert [e["prompt"] for e in examples] == ["Make 10 from [2, 3, 4]. \\boxed{}", "Make 22 from [6, 3, 4]. \\boxed{}"]
@@ -118,6 +112,5 @@ def test_the_answer_of_a_solution_is_what_its_form_says_and_no_more(answer, expe
     (example,) = load_examples([{"prompt": "p", "answer": answer}])
     assert (example["answer"], example.get("completion")) == (expected, completion)
     assert correctness([f"<answer>{expected}</answer>", "<answer>71</answer>"], answer=[expected] * 2) == [1, 0]
-    chat = [user("p"), assistant("mine")]
-    assert load_examples([{"prompt": chat, "answer": answer}])[0]["completion"] == load_examples([{"prompt": "p",
-        "answer": answer, "completion": "mine"}])[0]["completion"] == "mine"
+    for row in {"prompt": [user("p"), assistant("mine")]}, {"prompt": "p", "completion": "mine"}:
+        assert load_examples([row | {"answer": answer}])[0]["completion"] == "mine"

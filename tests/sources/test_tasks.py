@@ -54,9 +54,6 @@ def test_every_countdown_problem_is_solved_by_its_demonstration_and_never_both_t
     assert train == load_examples("countdown", "train", seed=1) != load_examples("countdown", "train", seed=2)
 
 
-# ---- reasoning-gym ---------------------------------------------------------------------------------------------------
-
-
 def test_a_missing_package_is_one_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     for read in load_examples, load_reward_function:

@@ -66,8 +66,7 @@ def test_a_text_without_a_template_may_be_ready_but_has_one_bos(tokenizer):
     for template in None, "{{ bos_token }}<bos>{% for m in messages %}{{ m.content }}{% endfor %}":
         twice = byte_tokenizer()
         twice.chat_template = template
-        with pytest.raises(ValueError,
-            match=r"^d: the example '<bos>a<eos>b'|'a': the prompt begins with two <bos>: remove the one"):
+        with pytest.raises(ValueError, match=r"^d: the example '(<bos>a<eos>b|a)': the prompt begins with two <bos>"):
             encode_prompts([{"prompt": "a" if template else "<bos>a<eos>b"}], twice, "d")
 
 
@@ -76,24 +75,20 @@ def test_a_text_without_a_template_may_be_ready_but_has_one_bos(tokenizer):
      [{"role": "assistant", "content": "a<|im_end|>"}, {"role": "user", "content": "b"}, {"role": "assistant", "content": "c"}]])
 def test_a_demonstration_with_a_stop_token_is_refused_where_it_would_be_cut(completion):
     tokenizer, model = published("ChatML"), ARCHITECTURES["qwen3"]()
-    with pytest.raises(ValueError,
-        match=r"^d: the example 'p': the completion has the text of the special token <\|im_end\|>: data.map"):
+    with pytest.raises(ValueError, match=r"^d: the example 'p': the completion has the text of the special token <\|im_end\|>"):
         encode_demonstrations([{"prompt": "p", "completion": completion}], [[5]], model, tokenizer, "d")
 
 
 def test_stop_and_pad_tokens_that_are_text_are_refused(tokenizer):
     model = ARCHITECTURES["qwen3"]()
     refuse_wrong_ids(model, tokenizer, [[2, 9], [2, 9, 2, 9]])
-    for name, value, words in ("eos_token_id", [1, 20], "eos_token_id [1, 20] is ordinary text, '2'"), ("pad_token", "!",
-        "pad_token_id [3] is ordinary text, '!'"):
+    for name, value, text in ("eos_token_id", [1, 20], "2"), ("pad_token", "!", "!"):
         model, tokenizer = ARCHITECTURES["qwen3"](), byte_tokenizer()
         setattr(model.generation_config if name == "eos_token_id" else tokenizer, name, value)
-        with pytest.raises(ValueError,
-            match=f"^--model_path: {re.escape(words)}; set it to a special token in generation_config.json"):
+        with pytest.raises(ValueError, match=rf"^--model_path: {name}\S* \[.*\] is ordinary text, '{text}'; set it to"):
             refuse_wrong_ids(model, tokenizer, [])
     model, tokenizer = ARCHITECTURES["qwen3"](), byte_tokenizer()
-    for prompts, words in ([[9], [2, 1]], "a prompt ends with a stop id"), ([[9, 263], [9]],
-        "makes the id 263, but the model has 263 embeddings"):
+    for prompts, words in ([[9], [2, 1]], "a prompt ends with a stop id"), ([[9, 263], [9]], "makes the id 263"):
         with pytest.raises(ValueError, match=f"^--model_path: .*{words}"):
             refuse_wrong_ids(model, tokenizer, prompts)
     model.generation_config.eos_token_id = tokenizer.eos_token = None
@@ -102,11 +97,9 @@ def test_stop_and_pad_tokens_that_are_text_are_refused(tokenizer):
 
 
 @pytest.mark.parametrize("row,words", [
-    ({"prompt": "p", "completion": "x" * 99},
-     "example 10: prompt and completion have 10\\d tokens, but the model has 64 positions; shorten it"),
+    ({"prompt": "p", "completion": "x" * 99}, "example 10: prompt and completion have 10\\d tokens, but the model has 64"),
     ({"prompt": "p", "completion": "x<eos>y"}, "example 10: the completion has the text of the special token <eos>"),
-    ({"prompt": [{"role": "user", "content": "<eos>"}], "completion": "y"},
-     "example 10: the prompt has the text of the special token <eos>"),
+    ({"prompt": [{"role": "user", "content": "<eos>"}], "completion": "y"}, "example 10: the prompt has the text of"),
     ({"prompt": "p", "completion": "\u00e9"}, ""),
 ])
 def test_a_run_checks_every_row_before_it_trains(tmp_path, row, words):
@@ -117,9 +110,6 @@ def test_a_run_checks_every_row_before_it_trains(tmp_path, row, words):
     with pytest.raises(ValueError, match=f"data.jsonl: {words}") if words else nullcontext():
         start_run(tmp_path / "run", "--dataset", path, "--eval_limit", "0", "--model_path", str(tmp_path / "model"),
             "--generation_max_length", "8")
-
-
-# ---- the tokenizer is the file's -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name",

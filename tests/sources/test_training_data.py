@@ -5,13 +5,11 @@ import re
 
 import pytest
 from conftest import start_run
-from test_data import data_of, write_lines
+from test_data import USER, data_of, write_lines
 
 from config import Config
 from sources import load_examples
 from sources.training_data import fit_prompts, load_data, note_unused
-
-USER = {"role": "user", "content": "1+1=?"}
 
 
 def test_what_is_held_out_is_never_trained_on(tmp_path):
@@ -109,8 +107,7 @@ def test_completions_with_a_false_label_are_refused(label, values, refused):
     rows, notes = [{"prompt": [USER, {"role": "assistant", "content": f"{i}"}], label: value}
         for i, value in enumerate(values)], []
     if refused:
-        with pytest.raises(ValueError,
-            match=f"--dataset: {refused} of 3 completions have a false label; remove them: data.filter"):
+        with pytest.raises(ValueError, match=f"--dataset: {refused} of 3 completions have a false label"):
             note_unused(load_examples(rows), {"level"}, notes.append)
     note_unused(load_examples(rows), {label}, notes.append)
     note_unused([{"prompt": "p", "label": False}], set(), notes.append)
