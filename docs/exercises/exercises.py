@@ -41,7 +41,7 @@ def clipped_loss(logp: Tensor, old_logp: Tensor, advantages: Tensor, clip: float
     raise NotImplementedError("exercise 3 is empty: replace this line, in docs/exercises/exercises.py")
 
 
-def loss_of_a_piece(loss: Tensor, mask: Tensor, num_tokens: int) -> Tensor:
+def micro_batch_loss(loss: Tensor, mask: Tensor, num_tokens: int) -> Tensor:
     """4. Return what a micro-batch adds to the loss of a step, which is the mean over all its tokens.
 
     loss   (b, T) of this micro-batch's tokens; may be NaN where mask is False

@@ -26,7 +26,7 @@ def clipped_loss(logp: Tensor, old_logp: Tensor, advantages: Tensor, clip: float
     return -torch.minimum(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages)
 
 
-def loss_of_a_piece(loss: Tensor, mask: Tensor, num_tokens: int) -> Tensor:
+def micro_batch_loss(loss: Tensor, mask: Tensor, num_tokens: int) -> Tensor:
     """4. Divide by the tokens of the step. Mask with where, because NaN * 0 is NaN."""
     return torch.where(mask, loss, 0.0).sum() / num_tokens
 

@@ -71,7 +71,7 @@ MISTAKES = {                                 # function -> what is said about a 
         "the ratio is a difference, and exp is missing": lambda p, o, a, c: -gain(p - o, a, c),
         "the ratio is logp / old_logp, and should be exp(logp - old_logp)": lambda p, o, a, c: -gain(p / o, a, c),
     },
-    "loss_of_a_piece": {
+    "micro_batch_loss": {
         "NaN of the padding is in the sum, as NaN times 0 is NaN": lambda loss, mask, n: (loss * mask).sum() / n,
         "the padding is in the sum": lambda loss, mask, n: loss.sum() / n,
         "the padding is in the mean": lambda loss, mask, n: loss.mean(),
@@ -143,18 +143,18 @@ def test_3_clipped_loss():
         compare("clipped_loss", f"loss of each token, clip={clip}", lambda f, c=clip: f(logp, old_logp, advantages, c), expected, logp)
 
 
-def test_4_loss_of_a_piece():
+def test_4_micro_batch_loss():
     loss, mask = numbers(6, 5).requires_grad_(), torch.arange(5) < torch.tensor([[5], [1], [2], [5], [3], [4]])
     whole, count = loss[mask].mean(), int(mask.sum())
-    task.loss_of_a_piece(padded := loss.masked_fill(~mask, 100.0), mask, count)
+    task.micro_batch_loss(padded := loss.masked_fill(~mask, 100.0), mask, count)
     check(torch.equal(padded, loss.masked_fill(~mask, 100.0)), IN_PLACE)
     for padding, what, pieces in (
         (100.0, "loss with 100 in the padding", [[0, 1, 2, 3, 4, 5]]), (torch.nan, "loss with NaN in the padding", [[0, 1, 2, 3, 4, 5]]),
         (torch.nan, "sum over four micro-batches", [[0], [1], [2], [3, 4, 5]]), (torch.nan, "sum over two micro-batches", [[5, 1], [0, 2, 4, 3]]),
     ):
         calls = [(loss.masked_fill(~mask, padding)[rows], mask[rows], count) for rows in pieces]
-        compare("loss_of_a_piece", what, lambda f, calls=calls: reduce(torch.add, [f(*call) for call in calls]), whole, loss)
-    check(task.loss_of_a_piece(loss * torch.nan, mask, count).isnan(), "a NaN where mask is True is hidden, and should make the result NaN")
+        compare("micro_batch_loss", what, lambda f, calls=calls: reduce(torch.add, [f(*call) for call in calls]), whole, loss)
+    check(task.micro_batch_loss(loss * torch.nan, mask, count).isnan(), "a NaN where mask is True is hidden, and should make the result NaN")
 
 
 def test_5_kl_term():

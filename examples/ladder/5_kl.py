@@ -77,8 +77,8 @@ def compute_advantages(rewards):
 def policy_loss(logp, old_logp, ref_logp, advantages, mask, weights):
     """Sum weight * (-min(ratio * A, clip(ratio) * A) + BETA * ratio * k3) over tokens.
 
-    ratio = p now / p when sampled. k3 = exp(x) - x - 1, where x = ref_logp - logp: the gradient of
-    ratio * k3 is, on average, that of KL(policy || reference); the gradient of k3 is another one.
+    ratio = p now / p when sampled. k3 = exp(x) - x - 1, where x = ref_logp - logp: on average the
+    gradient of ratio * k3 is that of KL(policy || reference); of k3, that of the other KL.
     """
     ratio = torch.where(mask, logp - old_logp, 0.0).exp()            # mask first: exp may overflow
     gain = torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages)
@@ -103,7 +103,7 @@ def train_step(model, reference, optimizer, problems):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    kl = (weights * (old_logp - ref_logp)).sum()          # estimate, before the updates
+    kl = (weights * (old_logp - ref_logp)).sum()          # nats a token, before the updates
     return f"reward {rewards.mean():.3f}  kl {kl:.3f}  {decode(ids[:1])[0]}"
 
 
