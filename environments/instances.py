@@ -100,9 +100,9 @@ def close_all(environments: list, reward_timeout: float) -> None:
 
 def public_methods(environment_class: type, owner) -> dict[str, Callable]:
     """Return the methods that are tools by name, bound to an owner."""
-    names = [name for name in dir(environment_class) if not name.startswith("_") and name not in NO_TOOLS]
-    functions = {name: inspect.getattr_static(environment_class, name) for name in names}
-    return {name: MethodType(f, owner) for name, f in functions.items() if inspect.isfunction(f)}
+    functions = dict(inspect.getmembers_static(environment_class, inspect.isfunction))
+    names = [name for name in functions if not name.startswith("_") and name not in NO_TOOLS]
+    return {name: MethodType(functions[name], owner) for name in names}
 
 
 def tools_of(environment: Callable | None) -> list[Callable] | None:
