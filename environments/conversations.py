@@ -20,7 +20,7 @@ from functools import partial
 import torch
 
 from data import as_messages, encode_prompt
-from engine.errors import RunError, exits_as_errors, in_one_line
+from engine.errors import RunError, in_one_line
 from logprobs import completion_lengths
 from environments.instances import Instance, close_all, responders, start_group
 from environments.messages import encode_reply
@@ -181,8 +181,7 @@ class Conversation:
         --reward_errors none, end the conversation with NaN.
         """
         try:
-            with exits_as_errors():
-                return parse_step(call_with_timeout(getattr(self.respond, "seconds", 0.0), call))
+            return parse_step(call_with_timeout(getattr(self.respond, "seconds", 0.0), call))
         except Exception as error:
             if self.config.reward_errors == "none":
                 return None, math.nan

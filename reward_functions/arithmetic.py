@@ -25,25 +25,23 @@ def countdown(completions, numbers, target, **columns) -> list[float | None]:
     """
 
     def reward(text: str, given, goal) -> float:
-        expression = extract_answer(text) or ""
-        if exact_value(expression) != Fraction(str(goal)):
-            return 0.0
-        used = map(int, re.findall("[0-9]+", expression))
-        return float(sorted(used) == sorted(map(Fraction, as_texts(given))))
+        value, used = exact_value(extract_answer(text) or "")
+        return float(value == Fraction(str(goal)) and sorted(used) == sorted(map(Fraction, as_texts(given))))
 
     return score_each(reward, completions, numbers, target)
 
 
-def exact_value(text: str) -> Fraction | None:
-    """Return the value of an expression like (3*4)+7, or None for anything else.
+def exact_value(text: str) -> tuple[Fraction | None, list[int]]:
+    """Return the value of an expression like (3*4)+7, or None for anything else, and the numbers in it.
 
     Only whole numbers, + - * / between two of them, and parentheses are allowed. Values cannot be large.
     """
     if not re.fullmatch(r"[0-9+\-*/() ]{1,200}", text):   # no names, no decimals, no warnings from the parser
-        return None
+        return None, []
     with suppress(SyntaxError, ValueError, ZeroDivisionError):
-        return value_of(ast.parse(text.strip(), mode="eval").body, OPERATORS, Fraction)
-    return None
+        value = value_of(ast.parse(text.strip(), mode="eval").body, OPERATORS, Fraction)
+        return value, list(map(int, re.findall("[0-9]+", text)))
+    return None, []
 
 
 def value_of(node: ast.expr, operators: dict, number: Callable):
