@@ -33,6 +33,7 @@ from experience import Groups
 from reward_functions.loading import load_reward_functions, require_columns
 from rewards import extract_answer, is_missing, text_of
 from runs.command_line import parse_infer, section_of
+from runs.console import with_interval, with_limits
 from runs.folder import replace_text, without_nan
 from runs.groups import Scoring
 from runs.engine_choice import build_policy
@@ -172,12 +173,11 @@ def print_evaluation(args: argparse.Namespace, records: list[dict]) -> None:
     """Print accuracy and mean rewards over the problems, with 95 % intervals, and the path of --json."""
     estimates = estimates_of(records)
     for name, estimate in estimates.items():
-        mean, low, high = (estimate[key] for key in ("mean", "low", "high"))
-        shown = "?" if mean is None else f"{mean:.3f}"
-        interval = "" if low is None else f" [{low:.3f}, {high:.3f}]"
+        values = estimate["mean"], estimate["low"], estimate["high"]
+        mean = with_interval(dict(zip(with_limits(name), values, strict=True)), name)
         samples = f" x {args.samples}" if args.samples > 1 else ""
         cut = f", cut {estimate['truncated']:.0%}" if "truncated" in estimate else ""
-        print(report.escape(f"{name} {shown}{interval} of {estimate['problems']}{samples}{cut}"))
+        print(report.escape(f"{name} {mean} of {estimate['problems']}{samples}{cut}"))
     texts = [text_of(each["completion"]) for record in records for each in record["completions"]]
     accuracy = estimates.get("accuracy", {"mean": 1})
     none_right = accuracy["mean"] == 0 and accuracy["function"] == "correctness"

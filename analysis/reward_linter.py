@@ -70,11 +70,10 @@ def lint(
     of_model = sampled.per_function | {"total": sampled.scores} if sampled else {}
     for name, values in (groups.per_function | {"total": groups.scores}).items():            # (rows, 1)
         means = {kind: float(values[[k == kind for k in kinds]].nanmean()) for kind in KINDS}
-        means = {kind: mean for kind, mean in means.items() if not math.isnan(mean)}
         shown = means | ({"model": float(of_model[name].nanmean())} if sampled else {})
-        cells = [f"{shown[kind]:.2f}".replace("nan", "") if kind in shown else "" for kind in columns]
+        cells = [f"{mean:.2f}".replace("nan", "") for mean in shown.values()]
         table.append(f"| `{name}` | {' | '.join(cells)} |")
-    return table, flags_of(means)
+    return table, flags_of({kind: mean for kind, mean in means.items() if not math.isnan(mean)})     # total
 
 
 def flags_of(means: dict[str, float]) -> list[str]:

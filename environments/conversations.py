@@ -20,7 +20,7 @@ from functools import partial
 import torch
 
 from data import as_messages, encode_prompt
-from engine.errors import RunError, exits_as_errors, in_one_line
+from engine.errors import RunError, in_one_line
 from logprobs import completion_lengths
 from environments.instances import Instance, close_all, responders, start_group
 from environments.messages import encode_reply
@@ -148,7 +148,8 @@ class Conversation:
         ids  all tokens after the prompt, up to and including the stop token of the turn
         """
         start, self.turn_start = self.turn_start, len(ids)
-        message, reward = self.environment_step(self.text_of_turn(ids[start:-1]))
+        text = self.opened + decode_completion(self.tokenizer, ids[start:-1])
+        message, reward = self.environment_step(text)
         self.turn_points[len(ids) - 1] = reward
         if message is None or self.num_turns == self.config.max_turns:
             return []
@@ -162,9 +163,6 @@ class Conversation:
         self.turn_start += len(reply)
         self.opened = opened_thought(self.tokenizer, reply)
         return reply
-
-    def text_of_turn(self, ids: list[int]) -> str:
-        return self.opened + decode_completion(self.tokenizer, ids)
 
     def environment_step(self, text: str) -> tuple[dict | None, float]:
         """Append a turn of the policy. Return the environment's message and the reward of the turn."""
@@ -183,8 +181,7 @@ class Conversation:
         --reward_errors none, end the conversation with NaN.
         """
         try:
-            with exits_as_errors():
-                return parse_step(call_with_timeout(getattr(self.respond, "seconds", 0.0), call))
+            return parse_step(call_with_timeout(getattr(self.respond, "seconds", 0.0), call))
         except Exception as error:
             if self.config.reward_errors == "none":
                 return None, math.nan
@@ -196,8 +193,8 @@ class Conversation:
 
     def completion_messages(self, ids: list[int]) -> list[dict]:
         """Return the messages after the prompt, including a last turn that the length limit truncated."""
-        cut = self.turn_start < len(ids)
-        last = [{"role": "assistant", "content": self.text_of_turn(ids[self.turn_start :])}] if cut else []
+        text = self.opened + decode_completion(self.tokenizer, ids[self.turn_start :])
+        last = [{"role": "assistant", "content": text}] if self.turn_start < len(ids) else []
         return self.messages[self.num_prompt_messages :] + last
 
 

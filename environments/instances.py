@@ -16,7 +16,7 @@ from types import MethodType
 
 from transformers.utils import get_json_schema
 
-from engine.errors import RunError, exits_as_errors
+from engine.errors import RunError
 from environments.tools import (
     answer_calls, await_result, calculate, guess_letter, python, unread_calls, with_tools)
 from reward_functions.calling import accepted, call_with_timeout, columns_of, missing_columns
@@ -69,9 +69,8 @@ def start_group(environment_class: type, group: list[Instance], seed: str, name:
     texts, state = [], random.getstate()
     for instance in group:
         try:
-            with exits_as_errors():
-                begin = partial(instance.begin, environment_class, seed)
-                texts.append(call_with_timeout(instance.seconds, begin))
+            begin = partial(instance.begin, environment_class, seed)
+            texts.append(call_with_timeout(instance.seconds, begin))
         except Exception as error:
             instance.error = error
     random.setstate(state)
@@ -90,7 +89,7 @@ def start_group(environment_class: type, group: list[Instance], seed: str, name:
 def close_all(environments: list, reward_timeout: float) -> None:
     """Close instances of a class, within the time limit of a call. Their errors are ignored."""
     for environment in environments:
-        with suppress(Exception), exits_as_errors():
+        with suppress(Exception):
             if hasattr(environment, "close"):             # None: of a function, or of a class that raised
                 call_with_timeout(reward_timeout or SECONDS_PER_CALL, environment.close)
 
@@ -100,9 +99,9 @@ def close_all(environments: list, reward_timeout: float) -> None:
 
 def public_methods(environment_class: type, owner) -> dict[str, Callable]:
     """Return the methods that are tools by name, bound to an owner."""
-    names = [name for name in dir(environment_class) if not name.startswith("_") and name not in NO_TOOLS]
-    functions = {name: inspect.getattr_static(environment_class, name) for name in names}
-    return {name: MethodType(f, owner) for name, f in functions.items() if inspect.isfunction(f)}
+    functions = dict(inspect.getmembers_static(environment_class, inspect.isfunction))
+    names = [name for name in functions if not name.startswith("_") and name not in NO_TOOLS]
+    return {name: MethodType(functions[name], owner) for name in names}
 
 
 def tools_of(environment: Callable | None) -> list[Callable] | None:

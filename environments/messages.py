@@ -3,7 +3,7 @@
 from contextlib import suppress
 from functools import partial
 
-from data import after_turn, as_messages, as_text, encode_completion, render
+from data import after_turn, as_messages, encode_completion, render
 
 
 def encode_turns(tokenizer, prompt, completion, stop_ids: list[int]) -> tuple[list[int], list[bool]]:
@@ -39,8 +39,8 @@ def encode_reply(tokenizer, prompt, message, stop_ids: list[int], ended_by: int 
     """
     encode, role = partial(tokenizer.encode, add_special_tokens=False), "user"
     if not tokenizer.chat_template:
-        text = message["content"] if isinstance(prompt, str) else f"{as_text([message])}\nassistant: "
-        return encode(f"\n{text}\n" if isinstance(prompt, str) else f"\n{text}")
+        text = f"{message['content']}\n" if isinstance(prompt, str) else render(tokenizer, [message])
+        return encode(f"\n{text}")
     with suppress(ValueError):
         if "madeupreply" in after_turn(tokenizer, message | {"content": "madeupreply"}):
             role = message["role"]

@@ -128,8 +128,7 @@ def start_scoring(function: Callable, arguments: dict, reports: Reports, grpo_co
 
     def result() -> list[float | None]:
         try:
-            with exits_as_errors():
-                returned = call_with_timeout(grpo_config.reward_timeout, call)
+            returned = call_with_timeout(grpo_config.reward_timeout, call)
             return parse_rewards(returned, name_of(function), reports)
         except Exception as error:
             if grpo_config.reward_errors == "raise":
@@ -206,8 +205,9 @@ def wait_for(future: Future):
         future.cancel()
 
 
+@exits_as_errors()
 def call_with_timeout(seconds: float, call: Callable):
-    """Return call(), or raise NoResult after that many seconds; 0: no limit.
+    """Return call(), or raise NoResult after that many seconds; 0: no limit. SystemExit is a RuntimeError.
 
     A timer signal interrupts Python code, waiting and regular expressions, but no other C code. There is no
     limit in other threads than the main one, and after a function's own signal.alarm. Threads are no

@@ -1,16 +1,13 @@
-"""
-Reward functions for answer formats (a last number, choices, patterns, JSON, XML) and for environments.
-"""
+"""Reward functions for answer formats (a last number, choices, patterns, JSON, XML) and for environments."""
 
 import json
 import re
-import string
 from collections.abc import Callable
+from string import ascii_uppercase as LETTERS
 
 from reward_functions.answers import answer_text, as_texts, fenced_blocks, unwrap
 from rewards import after_thoughts, extract_answer, is_missing, normalize, same_answer, score_each, text_of
 
-LETTERS = string.ascii_uppercase # of choices
 LONGEST_CHOICE = 1000           # in characters: what is longer equals a choice only literally
 NAMED = re.compile(r"(?i:(the )?((correct|right|final) )?(option|choice|answer)( is)?:? )?"      # "Option B",
                    r"((正确)?(答案|选项|选)[是为选]?:? *)?[([]?(?P<letter>[A-Za-z])"

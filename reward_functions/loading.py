@@ -28,12 +28,9 @@ def load_reward_function(name: str | Callable) -> Callable:
         from sources.gym_tasks import scorer              # only for these tasks
 
         return scorer(name)
-    if callable(name):
-        function = name
-    elif name in BUILT_IN:
-        function = getattr(reward_functions, name)
-    else:
-        function = function_from_file("reward_functions", name, BUILT_IN)
+    if name in BUILT_IN:
+        return getattr(reward_functions, name)
+    function = name if callable(name) else function_from_file("reward_functions", name, BUILT_IN)
     return function if as_name(function) in BUILT_IN else check_signature(function, as_name(name))
 
 

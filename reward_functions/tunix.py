@@ -47,9 +47,7 @@ def check_answer(completions, answer, **columns) -> list[float | None]:
             return -0.5
         if guess_number == true_number:
             return 3.0
-        if true_number == 0:
-            return -1.0
-        ratio = guess_number / true_number
+        ratio = guess_number / true_number if true_number else math.inf
         return 0.5 if 0.9 <= ratio <= 1.1 else 0.25 if 0.8 <= ratio <= 1.2 else -1.0
 
     return score_each(reward, completions, answer)

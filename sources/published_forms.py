@@ -48,7 +48,11 @@ def from_choices(row: dict) -> dict:
     by_label = choices if isinstance(choices, dict) else {"label": [], "text": choices}
     labels, texts = [*by_label.get("label", by_label)], by_label.get("text", [*by_label.values()])
     place = labels.index(str(answer)) if str(answer) in labels else answer
-    lines = [f"{letter}. {text}" for letter, text in zip(LETTERS, checked(texts), strict=False)]
+    if not isinstance(texts, list) or {*map(type, texts)} != {str} or len(texts) > len(LETTERS):
+        raise ValueError(
+            f"choices or options must be a list of at most {len(LETTERS)} texts, not {texts!r:.60}: "
+            f"{as_map('choices', '[...]')}, or data.rename_column('options', '...')")
+    lines = [f"{letter}. {text}" for letter, text in zip(LETTERS, texts, strict=False)]
     if isinstance(place, int):
         answer = dict(enumerate(LETTERS[: len(texts)])).get(place, answer)
     if answer not in [None, *LETTERS[: len(texts)], *texts]:
@@ -56,15 +60,6 @@ def from_choices(row: dict) -> dict:
         raise ValueError(f"{name} is no index, label or text of its {len(texts)} choices: {as_map('answer')}")
     prompt = "\n".join([row["question"], *lines])
     return {"prompt": prompt, "answer": answer, name: choices, "choices": texts}
-
-
-def checked(texts) -> list[str]:
-    """Return the texts of choices. Raises ValueError if they are anything else."""
-    if not isinstance(texts, list) or {*map(type, texts)} != {str} or len(texts) > len(LETTERS):
-        raise ValueError(
-            f"choices or options must be a list of at most {len(LETTERS)} texts, not {texts!r:.60}: "
-            f"{as_map('choices', '[...]')}, or data.rename_column('options', '...')")
-    return texts
 
 
 def from_alpaca(row: dict) -> dict:
