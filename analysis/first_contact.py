@@ -122,7 +122,8 @@ def cause_of(
     texts = [text_of(completion) for completion in groups.rollout.completions]
     found = [f"{sum(bool(form.search(text)) for text in texts)} have {name}" for name, form in FORMS.items()]
     seen = f"of {len(texts)}, {', '.join(found)}"
-    return cause_of_no_signal(metrics, config.flags, counts or counts_of_right(groups, config), seen)
+    counts = counts_of_right(groups, config) if counts is None else counts
+    return cause_of_no_signal(metrics, config.flags, counts, seen)
 
 
 def time_of_run(run, sampling_seconds: float, seconds_per_row: float) -> str:
