@@ -1,7 +1,10 @@
 """Small models of many architectures, with random weights large enough that every logit matters; runs and what they leave."""
 
+import os
 import platform
 import signal
+import subprocess
+import sys
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -201,6 +204,16 @@ def read_programs(name):
 def run_folder(path, *flags):
     train.main([*QUICK, "--output_dir", str(path), *flags])
     return path
+
+
+def run_process(*words, processes=0, cwd=ROOT, **variables):
+    """Run Python with these words, or torchrun with so many processes, to an end without an error. Return what it printed."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] if processes else []
+    done = subprocess.run(
+        [sys.executable, *torchrun, *map(str, words)], cwd=cwd, env=os.environ | {"OMP_NUM_THREADS": "1"} | variables,
+        capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    return done
 
 
 def quick_config(folder, **flags):

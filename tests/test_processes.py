@@ -5,7 +5,6 @@ import math
 import os
 import re
 import shutil
-import subprocess
 import sys
 import warnings
 from itertools import product
@@ -16,7 +15,7 @@ import torch
 
 import train
 from conftest import (
-    ARCHITECTURES, CURRENT_ARCHITECTURES, PROMPTS, QUICK, ROOT, WITH_TOWERS, exhaustive, length_reward, made_up_rollout, peaked_reward,
+    ARCHITECTURES, CURRENT_ARCHITECTURES, PROMPTS, QUICK, WITH_TOWERS, exhaustive, length_reward, made_up_rollout, peaked_reward, run_process,
 )
 from forked import Program, Ranks
 from safetensors.torch import load_file
@@ -39,28 +38,24 @@ from runs.folder import read_jsonl
 pytestmark = pytest.mark.slow
 
 
-def launch(processes: int, folder: Path, *flags: str, **options):
+def launch(processes: int, folder: Path, *flags: str, by_torchrun: bool = False, **options):
     """Start a run; no group is tied, so every gradient is a real one. One process is that of the tests."""
     rewards = [] if "false" in flags else ["--reward_functions", length_reward(folder.parent)]       # none if supervised
     flags = [*QUICK, "--output_dir", str(folder), *rewards, *flags]
+    if by_torchrun:
+        return run_process("train.py", *flags, processes=processes)
     return train.main(flags) if processes == 1 else start_ranks(processes, *flags, **options)
 
 
-def start_ranks(processes: int, *flags: str, fails: bool = False, by_torchrun: bool = False):
+def start_ranks(processes: int, *flags: str, fails: bool = False):
     """Wait for the end of a run in several processes, and return it. fails: it must end with an error."""
-    if by_torchrun:
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-        done = subprocess.run(
-            [*torchrun, "train.py", *flags], cwd=ROOT, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
-            timeout=400)
-    else:
-        try:
-            done = Ranks(processes, "train.py", *flags).wait(240)
-        except (TimeoutError, ChildProcessError) as error:            # each seen once in some hundred runs on a busy machine
-            warnings.warn(f"{processes} processes waited for each other or crashed, and were started again: {error}", stacklevel=2)
-            shutil.rmtree(flags[flags.index("--output_dir") + 1])
-            done = Ranks(processes, "train.py", *flags).wait(240)
-    assert (done.returncode != 0) == fails, done.stdout[-2000:] + done.stderr[-3000:] if by_torchrun else done.ends()
+    try:
+        done = Ranks(processes, "train.py", *flags).wait(240)
+    except (TimeoutError, ChildProcessError) as error:    # each seen once in some hundred runs on a busy machine
+        warnings.warn(f"{processes} processes waited for each other or crashed, and were started again: {error}", stacklevel=2)
+        shutil.rmtree(flags[flags.index("--output_dir") + 1])
+        done = Ranks(processes, "train.py", *flags).wait(240)
+    assert (done.returncode != 0) == fails, done.ends()
     return done
 
 
