@@ -90,11 +90,12 @@ def test_a_run_that_python_resumes_has_its_settings_and_those_that_differ_from_t
         Config.of(cls=1)
 
 
-@pytest.mark.parametrize("name,value", [
-    ("reward_weights", [-5e-05, 1.0, 0.5]), ("instruction", "- be brief"), ("instruction", "--help"), ("cold_start_accuracy", -1e-9),
+@pytest.mark.parametrize("profile,name,value", [
+    ("demo", "reward_weights", [-5e-05, 1.0, 0.5]), ("demo", "instruction", "- be brief"), ("demo", "instruction", "--help"),
+    ("demo", "cold_start_accuracy", -1e-9), ("demo_supervised", "seed", 7),
 ])
-def test_settings_of_a_run_are_read_as_data_whatever_they_begin_with(name, value, tmp_path):
-    saved = Config.from_profile("demo", use_grpo=True, **{name: value})
+def test_settings_of_any_run_are_read_as_data_whatever_they_begin_with(profile, name, value, tmp_path):
+    saved = Config.from_profile(profile, use_grpo=profile == "demo", **{name: value})
     (tmp_path / "config.json").write_text(json.dumps(saved.as_dict()))
     assert parse_config([str(tmp_path / "config.json")]) == saved
     given = ["--output_dir", str(tmp_path), "--resume"], [str(tmp_path / "config.json")]

@@ -63,13 +63,6 @@ def test_profile_then_file_then_flags(tmp_path):
     assert (config.training.batch_size, config.training.seed) == (7, 6) and config.grpo.reward_functions == ["correctness"]
 
 
-@pytest.mark.parametrize("use_grpo", [True, False])
-def test_the_config_of_any_run_is_a_file_of_settings(tmp_path, use_grpo):
-    config = parse_config([*["--use_grpo"] * use_grpo, "--seed", "7"])
-    (tmp_path / "config.json").write_text(json.dumps(config.as_dict()))
-    assert parse_config([str(tmp_path / "config.json")]) == config
-
-
 @pytest.mark.parametrize("weight", ["-5e-05", "-1E3", "-.5", "-2"])
 def test_a_negative_number_is_a_value_however_it_is_written(weight):
     config = parse_config(["--use_grpo", "--reward_functions", "correctness", "safety", "--reward_weights", "1", weight])

@@ -156,15 +156,15 @@ def read_until_closed(terminal):
             pass
 
 
-def test_an_ignored_signal_stays_ignored():
-    """As under nohup, whose runs a closed terminal does not end."""
+@pytest.mark.parametrize("number", STOP, ids=lambda number: number.name)
+def test_signals_of_a_batch_system_stop_after_the_step_and_an_ignored_one_does_not(number):
+    """SIGHUP is ignored, as under nohup, whose runs a closed terminal does not end."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with stop_on_signal() as stop_requested:
-            signal.raise_signal(signal.SIGHUP)
             assert not stop_requested()
-            signal.raise_signal(signal.SIGTERM)
-            assert stop_requested()
+            signal.raise_signal(number)
+            assert stop_requested() == (number != signal.SIGHUP)
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
@@ -233,15 +233,6 @@ def test_debug_prints_the_traceback_before_the_line(monkeypatch, tmp_path, capsy
                 program(sys.argv[1:])
             *traceback, line = capsys.readouterr().err.splitlines()
             assert stop.value.code == 2 and "cannot be loaded" in line and "\n".join(traceback).count("in load_tokenizer") == calls
-
-
-@pytest.mark.parametrize("number", STOP, ids=lambda number: number.name)
-def test_signals_of_a_batch_system_stop_after_the_step(number):
-    with stop_on_signal() as requested:
-        assert not requested()
-        if number != signal.SIGHUP:                       # which closes the output: above
-            signal.raise_signal(number)
-            assert requested()
 
 
 @pytest.mark.slow
