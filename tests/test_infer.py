@@ -265,9 +265,8 @@ def test_mistakes_are_one_line_before_a_model_is_loaded(tmp_path, monkeypatch, f
         (tmp_path / name).write_text("def f(completions, **columns): ...\ndef respond(conversation, level): ...\n")
     monkeypatch.setattr(infer, "load_any_policy", lambda *_, **options: pytest.fail("a model was loaded"))
     monkeypatch.setenv("WORLD_SIZE", "2" if "torchrun" in message else "1")
-    with pytest.raises((ValueError, OSError), match=message) as error:
+    with pytest.raises((ValueError, OSError), match=rf"^.*{message}.*$"):
         infer.main(flags.replace("{tmp}", str(tmp_path)).split())
-    assert "\n" not in str(error.value)
 
 
 def test_a_prompt_beyond_the_positions_of_the_model_is_one_line(folder, tmp_path):

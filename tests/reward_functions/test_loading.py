@@ -38,9 +38,8 @@ def test_reward_functions_come_from_the_library_or_a_file(tmp_path):
         f"{tmp_path}/same.py:one": r"one: add completions, a list of them, to its parameters",
         f"{tmp_path}/same.py:Weighted": "'weight'; name a function, or an object with __call__",
     }.items():
-        with pytest.raises(ValueError, match=message) as error:
+        with pytest.raises(ValueError, match=rf"^.*{message}.*$"):
             load_reward_function(name)
-        assert "\n" not in str(error.value)
 
 
 def test_a_function_may_ask_for_the_answer_under_trls_names_and_never_for_the_demonstration():
