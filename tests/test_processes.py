@@ -17,7 +17,7 @@ import train
 from conftest import (
     ARCHITECTURES, CURRENT_ARCHITECTURES, PROMPTS, QUICK, WITH_TOWERS, exhaustive, length_reward, made_up_rollout, peaked_reward, run_process,
 )
-from forked import Program, Ranks
+from forked import Ranks
 from safetensors.torch import load_file
 from test_sample import Traced
 
@@ -217,7 +217,7 @@ def test_a_run_goes_on_with_another_number_of_processes(tmp_path, before, after,
     shutil.rmtree(latest_checkpoint(tmp_path / "changed"))          # as if it had stopped before the last step
     shutil.rmtree(tmp_path / "changed/final")
     words = "train.py", "--output_dir", str(tmp_path / "changed"), "--resume"
-    done = (Program(*words) if after == 1 else Ranks(after, *words)).wait(400)
+    done = Ranks(after, *words).wait(400)
     assert done.returncode == 0, done.stderr
     assert "not bit for bit" in " ".join(done.stdout.split())
     rounding = dict(tolerance=1e-3, most_draws=8) if "bfloat16" in flags else {}             # of 16 completions
@@ -278,8 +278,8 @@ def test_what_one_rank_raises_before_a_collective_is_raised_on_all(tmp_path):
     done = Ranks(2, tmp_path / "alone.py", tmp_path / "checkpoints").wait(240)
     errors = ("OSError: no space is left", f"RunError: could not save {tmp_path}", "OSError: a stale", "ValueError: a state",
               "RunError: Own: no good", "AttributeError: Can't")
-    for program in done.programs:
-        pairs = [json.loads(line) for line in program.stdout.splitlines() if line.startswith("[\"")]
+    for rank in done.ranks:
+        pairs = [json.loads(line) for line in rank.stdout.splitlines() if line.startswith("[\"")]
         assert len(pairs) == 6, done.ends()
         assert all(first == other and first.startswith(error) for (first, other), error in zip(pairs, errors, strict=True)), pairs
 

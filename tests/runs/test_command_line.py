@@ -12,7 +12,7 @@ from functools import partial
 
 import pytest
 from conftest import ROOT
-from forked import Program
+from forked import Ranks
 
 import infer
 import train
@@ -23,9 +23,8 @@ from runs.command_line import COMMON, parse_config, parse_infer
 
 @pytest.mark.parametrize("program,typed", [("train.py", ["--learning-rat", "1"]), ("infer.py", ["--envronment", "x"])])
 def test_a_mistyped_flag_of_a_program_is_one_line(program, typed):
-    process = Program(program, *typed)
-    process.wait(60)
-    assert process.returncode == 2 and re.fullmatch(rf"{program}: error: --\w+: unknown flag; did you mean --\w+\?\n", process.stderr)
+    done = Ranks(1, program, *typed).wait(60)
+    assert done.returncode == 2 and re.fullmatch(rf"{program}: error: --\w+: unknown flag; did you mean --\w+\?\n", done.stderr)
 
 
 @pytest.mark.parametrize("program,parse,flag,names", [

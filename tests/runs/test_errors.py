@@ -17,7 +17,7 @@ import torch
 from conftest import (
     QUICK, ROOT, assert_same, ctrl_c_after, length_reward, num_steps, run_folder, start_run, watch_calls,
 )
-from forked import Program, Ranks
+from forked import Ranks
 
 import train
 from engine.cache import PrefixCache
@@ -195,7 +195,7 @@ def test_a_second_ctrl_c_leaves_at_once_with_one_line(tmp_path):
     slow.write_text("import time\ndef wait(completions, **columns):\n    time.sleep(60)\n")
     flags = [*QUICK, "--output_dir", str(tmp_path / "run"), "--use_grpo", "--reward_functions", f"{slow}:wait",
              "--cold_start_steps", "2", "--eval_limit", "0", "--save_steps", "1"]
-    process = Program("train.py", *flags)
+    process = Ranks(1, "train.py", *flags)
     while num_steps(tmp_path / "run") < 2:
         assert process.returncode is None
         time.sleep(0.05)

@@ -93,9 +93,7 @@ def kill(run, folder, draws):
 def terminate(run, folder, draws):
     """As torchrun and batch systems do: SIGTERM to all processes."""
     time.sleep(draws.random())
-    for program in run.programs:
-        if program.returncode is None:
-            program.send_signal(signal.SIGTERM)
+    run.send_signal(signal.SIGTERM)
     assert run.wait(100).returncode == 0 or (folder / "final").exists(), run.stderr[-3000:]             # it was about to exit
 
 
