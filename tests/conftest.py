@@ -154,6 +154,14 @@ def model():
 
 
 @pytest.fixture
+def matmul_precision():
+    """Take back what a test sets for products of float32 matrices."""
+    before = torch.get_float32_matmul_precision()
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+@pytest.fixture
 def shared(model, tokenizer):
     """The model's engine that forwards a prompt once for all its completions, as in a run."""
     return make_engine("shared", model, tokenizer)

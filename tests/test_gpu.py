@@ -46,13 +46,10 @@ def test_two_steps_learn(tmp_path, capsys, flags):
 
 
 @pytest.fixture
-def exact():
+def exact(matmul_precision):
     """float32 instead of TF32, so that results can be compared with the CPU's."""
     best_device()
-    before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
-    yield
-    torch.set_float32_matmul_precision(before)
 
 
 @pytest.mark.parametrize("log_probs", [shared_log_probs, completion_log_probs])

@@ -38,23 +38,23 @@ from runs.folder import read_jsonl
 pytestmark = pytest.mark.slow
 
 
-def launch(processes: int, folder: Path, *flags: str, by_torchrun: bool = False, **options):
-    """Start a run; no group is tied, so every gradient is a real one. One process is that of the tests."""
+def launch(processes: int, folder: Path, *flags: str, fails: bool = False, by_torchrun: bool = False):
+    """Run to the end, and return what was printed. One process is that of the tests. fails: it must end with an error.
+
+    No group is tied, so every gradient is a real one.
+    """
     rewards = [] if "false" in flags else ["--reward_functions", length_reward(folder.parent)]       # none if supervised
-    flags = [*QUICK, "--output_dir", str(folder), *rewards, *flags]
+    words = ["train.py", *QUICK, "--output_dir", str(folder), *rewards, *flags]
+    if processes == 1:
+        return train.main(words[1:])
     if by_torchrun:
-        return run_process("train.py", *flags, processes=processes)
-    return train.main(flags) if processes == 1 else start_ranks(processes, *flags, **options)
-
-
-def start_ranks(processes: int, *flags: str, fails: bool = False):
-    """Wait for the end of a run in several processes, and return it. fails: it must end with an error."""
+        return run_process(*words, processes=processes)
     try:
-        done = Ranks(processes, "train.py", *flags).wait(240)
+        done = Ranks(processes, *words).wait(240)
     except (TimeoutError, ChildProcessError) as error:    # each seen once in some hundred runs on a busy machine
         warnings.warn(f"{processes} processes waited for each other or crashed, and were started again: {error}", stacklevel=2)
-        shutil.rmtree(flags[flags.index("--output_dir") + 1])
-        done = Ranks(processes, "train.py", *flags).wait(240)
+        shutil.rmtree(folder)
+        done = Ranks(processes, *words).wait(240)
     assert (done.returncode != 0) == fails, done.ends()
     return done
 
