@@ -69,7 +69,6 @@ def test_defaults_are_those_of_the_fields_and_a_profile_is_named():
     ({"reward_weights": ["1"]}, r"=\['1'\]: must be list\[float\]"), ({"output_dir": 5}, "=5: must be str, not int"),
     ({"reward_functions": [len]}, r".*pass Python objects to train\(config, reward_functions=...\)"),
     ({"environment": len}, r".*pass Python objects to train\(config, environment=...\)"),
-    ({"reward_functions": len}, r".*pass Python objects to train\(config, reward_functions=...\)"),
     ({"precision": "fp16"}, "choose one of auto, float32, bfloat16, float16"), ({"batch_size": None}, "must be int, not NoneType"),
 ])
 def test_a_value_of_a_wrong_type_or_an_unknown_choice_is_rejected(bad, message):

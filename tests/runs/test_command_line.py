@@ -70,7 +70,7 @@ def test_a_negative_number_is_a_value_however_it_is_written(weight):
 
 FILES = {
     "task.py": "SETTINGS = ['seed']", "short.py": "SETTINGS = {'sead': 1}", "half.py": "def reward(completions): ...",
-    "exits.py": "import sys\nsys.exit(0)\ndef f(completions): ...\n", "list.json": "[1]", "open.json": "{",
+    "exits.py": "import sys\nsys.exit(0)\ndef f(completions): ...\n", "open.json": "{",
     "pair.json": '{"instruction": "\\ud800"}', "type.json": '{"reward_functions": "correctness"}',
     "epsilon.json": '{"advantage_epsilon": 1e-6}', "empty.jsonl": "", "bare.jsonl": '{"prompt": "a"}\n{"prompt": "b"}\n',
     "environments.py": "def needy(conversation, level): ...\n",
@@ -111,7 +111,6 @@ MISTAKES = [                    # flags of train.py behind --use_grpo, and what 
     # settings files
     ("{tmp}/no.json", "no.json: not a readable JSON file"), ("{tmp}/open.json", "open.json: not a readable JSON file"),
     ("{tmp}/pair.json", "pair.json: not a readable JSON file of settings: 'utf-8' codec can't encode"),
-    ("{tmp}/list.json", "list.json: must hold an object"),
     ("{tmp}/type.json", r"--reward_functions=correctness: must be list\[str\], not str"),
     ("{tmp}/epsilon.json", "advantage_epsilon: unknown flag; here always 1e-8"),
     ("--task {tmp}/task.py", "task.py: SETTINGS must be flags and values"), ("--task {tmp}/short.py", "sead: unknown flag"),
@@ -126,7 +125,6 @@ MISTAKES = [                    # flags of train.py behind --use_grpo, and what 
     ("--keep_best --eval_limit 0", "--keep_best: needs held-out problems: an --eval_limit above 0"),
     ("--dataset {tmp}/bare.jsonl --cold_start_steps 5",
      "no completion for 2 of 2 examples, .*--completion_column.*or pass --use_grpo --cold_start_steps 0"),
-    ("--dataset {tmp}/empty.jsonl", "empty.jsonl: no examples in it"),
     ("--max_prompt_length 5", "--max_prompt_length=5: .* are longer.*raise it to 8, or pass --long_prompts drop"),
     ("--model_path {tmp}/no_weights", "error: --model_path=[^:]*no_weights: cannot be loaded: .*tokenizer"),
     ("--output_dir {tmp}/used", "--output_dir=.*used: holds another run"),
