@@ -15,7 +15,8 @@ import torch
 
 import train
 from conftest import (
-    ARCHITECTURES, CURRENT_ARCHITECTURES, PROMPTS, QUICK, WITH_TOWERS, exhaustive, length_reward, made_up_rollout, peaked_reward, run_process,
+    ARCHITECTURES, CURRENT_ARCHITECTURES, PROMPTS, QUICK, WITH_TOWERS, exhaustive, length_reward, made_up_rollout,
+    peaked_reward, run_process,
 )
 from forked import Ranks
 from safetensors.torch import load_file

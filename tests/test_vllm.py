@@ -168,7 +168,8 @@ def test_a_base_model_that_is_sampled_although_an_adapter_trains_ends_the_run(tm
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path):
     """On a CPU, where vLLM computes the same in every batch, bit for bit."""
     flags = [*RUN, "--cold_start_steps", "1", "--max_steps", "4", "--save_steps", "2", "--eval_steps", "2"]
-    whole = run_process("train.py", *flags, "--learning_rate", "1e-3", "--keep_checkpoints", "9", "--output_dir", tmp_path / "whole")
+    flags += ["--learning_rate", "1e-3", "--keep_checkpoints", "9"]
+    whole = run_process("train.py", *flags, "--output_dir", tmp_path / "whole")
     assert "Traceback" not in whole.stderr
     steps = [line for line in comparable(tmp_path / "whole") if line["phase"] == "grpo"]
     assert len(steps) == 4 and all(line["sampler_deviation"] < 1e-5 for line in steps)

@@ -71,7 +71,7 @@ def saved_setting(folder, section, name):
 
 
 @pytest.mark.slow
-def test_an_update_that_finds_no_memory_takes_smaller_passes_from_then_on_and_when_it_is_resumed(tmp_path, monkeypatch, capsys, flags):
+def test_an_update_that_finds_no_memory_takes_smaller_passes_from_then_on_and_when_resumed(tmp_path, monkeypatch, capsys, flags):
     """It fails behind the first pass's gradient, twice. That gradients stay the same is tested in test_engines.py."""
     folders = []
     for name, stop in ("failed", nullcontext()), ("stopped", ctrl_c_after(3)):

@@ -196,6 +196,8 @@ def test_any_error_in_a_step_saves_first_and_no_step_is_lost_or_counted_twice(
 
 def test_the_score_is_what_is_shown_accuracy_or_the_weighted_sum_of_known_points(base, tmp_path):
     points = {"eval_reward/correctness": None, "eval_reward/reasoning_coherence": 0.5, "eval_reward/explanation_quality": 2.0}
-    assert held_out_score(base.scoring, points | {"eval_accuracy": 0.25}) == 0.25 and held_out_score(base.scoring, points) == pytest.approx(0.2 * 0.5 + 0.1 * 2.0)
-    assert numpy.isnan(held_out_score(base.scoring, dict.fromkeys(points))) and numpy.isnan(held_out_score(start_run(tmp_path).scoring, points))
+    assert held_out_score(base.scoring, points | {"eval_accuracy": 0.25}) == 0.25
+    assert held_out_score(base.scoring, points) == pytest.approx(0.2 * 0.5 + 0.1 * 2.0)
+    assert numpy.isnan(held_out_score(start_run(tmp_path).scoring, points)), "a supervised run has no rewards"
+    assert numpy.isnan(held_out_score(base.scoring, dict.fromkeys(points)))
     assert numpy.isnan(held_out_score(base.scoring, {})), "nothing could be scored, as with a teacher and prompts without answers"
