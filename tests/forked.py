@@ -34,17 +34,16 @@ def start_server() -> None:
         os.environ.pop("PYTHONPATH") if before is None else os.environ.update(PYTHONPATH=before)
 
 
-class Program:
-    """A running program, as a subprocess.Popen."""
+class Rank:
+    """A running process."""
 
-    def __init__(self, *words: str, env: dict[str, str] | None = None):
+    def __init__(self, *words: str, **variables: object):
         self.folder = tempfile.TemporaryDirectory(prefix="forked-")
         self.files = [Path(self.folder.name) / name for name in ("stdout", "stderr")]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"} | (env or {})
+        environment = os.environ | {"OMP_NUM_THREADS": "1"} | {name: str(value) for name, value in variables.items()}
         start_server()
         self.process = CONTEXT.Process(target=run_words, args=([*map(str, words)], environment, self.files))
         self.process.start()
-        self.pid = self.process.pid
 
     @property
     def returncode(self) -> int | None:
@@ -62,73 +61,63 @@ class Program:
         file = self.files[number]
         return file.read_text(errors="replace") if file.exists() else ""
 
-    def send_signal(self, number: int) -> None:
-        os.kill(self.pid, number)
-
-    def wait(self, timeout: float = 300) -> "Program":
-        """Wait for the end. Raises TimeoutError."""
-        self.process.join(timeout)
-        if self.returncode is None:
-            self.process.kill()
-            raise TimeoutError(self.stdout[-3000:] + self.stderr[-3000:])
-        return self
-
 
 class Ranks:
-    """Processes of one run with torchrun's variables. When one fails, the others are ended."""
+    """A running program, in one process or more, with torchrun's variables. When one fails, the others are ended."""
 
     def __init__(self, processes: int, *words: str):
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         shared = dict(WORLD_SIZE=processes, LOCAL_WORLD_SIZE=processes, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-        self.programs = [
-            Program(*words, env={name: str(value) for name, value in (shared | dict(RANK=rank, LOCAL_RANK=rank)).items()})
-            for rank in range(processes)
-        ]
+        self.ranks = [Rank(*words, **shared, RANK=rank, LOCAL_RANK=rank) for rank in range(processes)]
 
     @property
     def returncode(self) -> int | None:
-        codes = [program.returncode for program in self.programs]
+        codes = [rank.returncode for rank in self.ranks]
         return None if None in codes else next(filter(None, codes), 0)
 
     @property
     def stdout(self) -> str:
-        return "".join(program.stdout for program in self.programs)
+        return "".join(rank.stdout for rank in self.ranks)
 
     @property
     def stderr(self) -> str:
-        return "".join(program.stderr for program in self.programs)
+        return "".join(rank.stderr for rank in self.ranks)
+
+    def send_signal(self, number: int) -> None:
+        for rank in self.ranks:
+            if rank.returncode is None:
+                os.kill(rank.process.pid, number)
 
     def wait(self, timeout: float = 300) -> "Ranks":
         """Wait for the end of all. Raises TimeoutError, and ChildProcessError if one has crashed."""
         end, failed = time.monotonic() + timeout, None
         while self.returncode is None:
-            if failed is None and any(program.returncode for program in self.programs):
+            if failed is None and any(rank.returncode for rank in self.ranks):
                 failed = time.monotonic()
             if time.monotonic() > (failed + 10 if failed else end):
-                for program in self.programs if not failed else ():              # where do they wait? see run_words
-                    if program.returncode is None:
-                        program.send_signal(signal.SIGUSR1)
-                        time.sleep(1)
+                if not failed:
+                    self.send_signal(signal.SIGUSR1)      # where do they wait? see run_words
+                    time.sleep(1)
                 self.kill()
                 if not failed:
                     raise TimeoutError(self.ends())
             time.sleep(0.02)
-        if {program.returncode for program in self.programs} & CRASHES:
+        if {rank.returncode for rank in self.ranks} & CRASHES:
             raise ChildProcessError(self.ends())
         return self
 
     def ends(self) -> str:
-        """Return what each program printed at its end, and its exit code."""
+        """Return what each process printed at its end, and its exit code."""
         return "".join(
-            f"\n---- rank {rank}, exit code {program.returncode}\n{program.stdout[-3000:]}{program.stderr[-6000:]}"
-            for rank, program in enumerate(self.programs))
+            f"\n---- rank {number}, exit code {rank.returncode}\n{rank.stdout[-3000:]}{rank.stderr[-6000:]}"
+            for number, rank in enumerate(self.ranks))
 
     def kill(self) -> None:
-        for program in self.programs:
-            program.process.kill()
-        for program in self.programs:
-            program.process.join()
+        for rank in self.ranks:
+            rank.process.kill()
+        for rank in self.ranks:
+            rank.process.join()
 
 
 def run_words(words: list[str], environment: dict[str, str], files: list[Path]) -> None:

@@ -1,21 +1,13 @@
 """The measurement for a GPU runs through on the CPU, with a tiny model."""
 
-import os
-import subprocess
-import sys
-
 import pytest
-from conftest import ROOT
+from conftest import run_process
 
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_the_table_of_a_gpu_is_filled_on_the_cpu(tmp_path):
-    done = subprocess.run(
-        [sys.executable, ROOT / "bench/gpu.py", "--tiny", "--output", tmp_path / "gpu.md"],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, timeout=500,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    done = run_process("bench/gpu.py", "--tiny", "--output", tmp_path / "gpu.md", CUDA_VISIBLE_DEVICES="")
     written = (tmp_path / "gpu.md").read_text()
     assert written == done.stdout and "7 passed" in written and "TFLOP/s" in written
     table = [row.strip("| ").split(" | ") for row in written.splitlines() if row.startswith("| tiny")]

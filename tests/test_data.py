@@ -194,13 +194,6 @@ def test_the_order_depends_on_seed_and_position_alone():
         assert [e for _ in range(3) for e in next(batches)] == list(as_it_always_was(seed))[12:]
 
 
-def test_a_prompt_without_a_chat_template_is_its_text_behind_bos_or_ids_as_they_are(tokenizer):
-    assert tokenizer.decode(encode_prompt(tokenizer, "1+1=?")) == "<bos>1+1=?"
-    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
-    assert tokenizer.decode(encode_prompt(tokenizer, messages)[1:]) == "system: s\nuser: u\nassistant: "
-    assert encode_prompt(tokenizer, [5, 6, 7]) == [5, 6, 7]
-
-
 KNOWN_ROLES = (
     "{% for m in messages %}{% if m.role == 'system' %}S {{ m.content }}\n{% elif m.role == 'user' %}U {{ m.content | trim }}\n"
     "{% elif m.role == 'assistant' %}A {{ (m.content or '').split('</think>')[-1] | trim }}\n"

@@ -3,14 +3,11 @@
 import dataclasses
 import json
 import math
-import os
 import re
 import runpy
-import subprocess
-import sys
 
 import pytest
-from conftest import ROOT, exhaustive
+from conftest import ROOT, exhaustive, run_process
 
 import train
 from analysis.reward_linter import lint
@@ -94,9 +91,7 @@ def test_the_rewards_of_the_pretrained_model_take_nothing_but_the_form_asked_for
 
 
 def test_the_reward_functions_give_what_they_say_and_pass_the_linter(model, tokenizer):
-    done = subprocess.run(
-        [sys.executable, EXAMPLES / "rewards_example.py"], capture_output=True, text=True, check=True,
-        env=os.environ | {"PYTHONPATH": str(EXAMPLES.parent)})
+    done = run_process(EXAMPLES / "rewards_example.py", PYTHONPATH=str(ROOT))
     assert done.stdout.splitlines() == ["brevity [0.98, 0.951, 0.0, 0.0]", "closeness [1.0, 1.0, 0.333, 0.0]"]
     brevity, closeness = (load_reward_function(f"{EXAMPLES}/rewards_example.py:{name}") for name in ("brevity", "closeness"))
     assert brevity(["<answer>5</answer>"], answer=[None]) == [None]

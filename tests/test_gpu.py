@@ -9,14 +9,12 @@ TEST_DEVICE=cpu runs the same on the CPU, where most of it compares the CPU with
 import copy
 import os
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from conftest import (
-    ARCHITECTURES, CURRENT_ARCHITECTURES, PROMPTS, comparable, length_reward, made_up_rollout, run_folder, shared_log_probs, weights_of,
+    ARCHITECTURES, CURRENT_ARCHITECTURES, PROMPTS, ROOT, comparable, length_reward, made_up_rollout, run_folder, run_process,
+    shared_log_probs, weights_of,
 )
 from torch.nn.utils import parameters_to_vector
 
@@ -48,13 +46,10 @@ def test_two_steps_learn(tmp_path, capsys, flags):
 
 
 @pytest.fixture
-def exact():
+def exact(matmul_precision):
     """float32 instead of TF32, so that results can be compared with the CPU's."""
     best_device()
-    before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
-    yield
-    torch.set_float32_matmul_precision(before)
 
 
 @pytest.mark.parametrize("log_probs", [shared_log_probs, completion_log_probs])
@@ -172,10 +167,6 @@ dist.destroy_process_group()
 
 def test_weights_are_sharded_over_a_process_group_of_one(tmp_path):
     (tmp_path / "one.py").write_text(ONE_PROCESS)
-    root = Path(__file__).parents[1]
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "1", str(tmp_path / "one.py")],
-        env=os.environ | {"PYTHONPATH": f"{root}:{root}/tests"}, capture_output=True, text=True, timeout=300,
-    )
-    assert "agrees" in done.stdout, done.stderr[-3000:]
+    done = run_process(tmp_path / "one.py", processes=1, PYTHONPATH=f"{ROOT}:{ROOT}/tests")
+    assert "agrees" in done.stdout
     assert DEVICE != "cuda" or "cuda:nccl" in done.stdout

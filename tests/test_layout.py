@@ -7,7 +7,6 @@ The core stands alone: it imports itself and libraries, and trains in an empty f
 import ast
 import hashlib
 import importlib
-import os
 import re
 import shutil
 import subprocess
@@ -17,7 +16,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, start_run
+from conftest import ROOT, run_process, start_run
 
 import train
 from config import ModelConfig
@@ -83,8 +82,7 @@ def test_the_installation_declares_every_module_package_and_data_file():
 
 
 def test_importing_train_loads_what_a_default_run_needs_and_nothing_else():
-    code = "import sys, train; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = run_process("-c", "import sys, train; print(*sys.modules)")
     loaded = modules().keys() & set(done.stdout.split())
     chosen = {"engine.vllm_engine", "engine.shared", "engine.adapters", "engine.reference", "environments.conversations"}
     assert not {name for name in loaded if name.startswith("analysis.")} | loaded & chosen
@@ -113,7 +111,7 @@ def test_the_installed_command_and_imports_work_from_another_folder(tmp_path):
     done = subprocess.run([command, "--beta", "1"], cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1) and "here --kl_penalty_coef" in done.stderr
     code = "import train, grpo; print(train.__file__); print(grpo.compute_group_advantages([[1, 0]]).tolist())"
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    done = run_process("-c", code, cwd=tmp_path)
     assert Path(done.stdout.splitlines()[0]).name == "train.py" and "[[0.707" in done.stdout
 
 
@@ -229,9 +227,7 @@ def run(folder: Path, *command: str) -> None:
         (folder / "sitecustomize.py").write_text(
             "import sys\nsys.meta_path[:] = [finder for finder in sys.meta_path if 'editable' not in repr(finder)]\n"
             f"sys.path[:] = [path for path in sys.path if path != {str(ROOT)!r}]\n")
-    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run([sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    run_process(*command, cwd=folder, PYTHONPATH=str(folder), CUDA_VISIBLE_DEVICES="", PYTHONDONTWRITEBYTECODE="1")
 
 
 @pytest.mark.slow

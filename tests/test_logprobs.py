@@ -1,13 +1,12 @@
 """Log-probabilities of completions: against the model's own logits, in chunks, recomputed; the exact KL; the chunked head."""
 
-import subprocess
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import PROMPTS, ROOT, kept_by_hand, logits_alone, made_up_rollout, shared_log_probs
+from conftest import PROMPTS, kept_by_hand, logits_alone, made_up_rollout, run_process, shared_log_probs
 
 import logprobs
 from engine import chunked_head, shared as shared_engine
@@ -238,6 +237,5 @@ parts = HeadLogProbs.apply(hidden, weight, None, torch.arange(24 * 128), lambda 
 parts[0].sum().backward()
 print(peak() - before)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr[-2000:]
+    done = run_process("-c", program)
     assert float(done.stdout) < 16 * 15, f"{float(done.stdout):.0f} MB more for logits of 16 MB a chunk"

@@ -130,10 +130,6 @@ def test_a_run_with_an_adapter_is_moved_resumed_and_evaluated(tmp_path, capsys):
     assert capsys.readouterr().out == evaluated and evaluated.startswith("accuracy")
 
 
-def test_a_check_with_a_new_adapter_of_the_built_in_model_writes_nothing(tmp_path):
-    assert not run_folder(tmp_path / "run", "--use_grpo", "--lora_rank", "4", "--check").exists()
-
-
 def test_an_adapter_is_loaded_with_its_own_base_wherever_it_is_or_refused(tmp_path, tokenizer, monkeypatch):
     def write(folder, seed):
         torch.manual_seed(seed)

@@ -10,12 +10,10 @@ import json
 import os
 import pickle
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
-from conftest import ARCHITECTURES, PROMPTS, ROOT, WITH_TOWERS, quick_config, run_folder
+from conftest import ARCHITECTURES, PROMPTS, WITH_TOWERS, quick_config, run_folder, run_process
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, core_model_loading
 
@@ -195,10 +193,8 @@ def test_a_hub_id_is_loaded_from_the_cache_of_the_hub(tmp_path, tokenizer):
     save_any_policy(ARCHITECTURES["gpt2"](), tokenizer, snapshot)
     (tmp_path / "models--own--model/refs").mkdir()
     (tmp_path / "models--own--model/refs/main").write_text("a" * 40)
-    words = [sys.executable, "infer.py", *"--question 1+1=? --generation_max_length 4 --model_path own/model".split()]
-    environment = os.environ | {"HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    flags = "--question 1+1=? --generation_max_length 4 --model_path own/model".split()
+    run_process("infer.py", *flags, HF_HUB_CACHE=str(tmp_path), HF_HUB_OFFLINE="1")
 
 
 def test_is_hf_initialized_marks_each_weight_that_was_read_when_a_module_gets_it(tmp_path):

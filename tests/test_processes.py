@@ -5,7 +5,6 @@ import math
 import os
 import re
 import shutil
-import subprocess
 import sys
 import warnings
 from itertools import product
@@ -16,9 +15,10 @@ import torch
 
 import train
 from conftest import (
-    ARCHITECTURES, CURRENT_ARCHITECTURES, PROMPTS, QUICK, ROOT, WITH_TOWERS, exhaustive, length_reward, made_up_rollout, peaked_reward,
+    ARCHITECTURES, CURRENT_ARCHITECTURES, PROMPTS, QUICK, WITH_TOWERS, exhaustive, length_reward, made_up_rollout,
+    peaked_reward, run_process,
 )
-from forked import Program, Ranks
+from forked import Ranks
 from safetensors.torch import load_file
 from test_sample import Traced
 
@@ -39,28 +39,24 @@ from runs.folder import read_jsonl
 pytestmark = pytest.mark.slow
 
 
-def launch(processes: int, folder: Path, *flags: str, **options):
-    """Start a run; no group is tied, so every gradient is a real one. One process is that of the tests."""
+def launch(processes: int, folder: Path, *flags: str, fails: bool = False, by_torchrun: bool = False):
+    """Run to the end, and return what was printed. One process is that of the tests. fails: it must end with an error.
+
+    No group is tied, so every gradient is a real one.
+    """
     rewards = [] if "false" in flags else ["--reward_functions", length_reward(folder.parent)]       # none if supervised
-    flags = [*QUICK, "--output_dir", str(folder), *rewards, *flags]
-    return train.main(flags) if processes == 1 else start_ranks(processes, *flags, **options)
-
-
-def start_ranks(processes: int, *flags: str, fails: bool = False, by_torchrun: bool = False):
-    """Wait for the end of a run in several processes, and return it. fails: it must end with an error."""
+    words = ["train.py", *QUICK, "--output_dir", str(folder), *rewards, *flags]
+    if processes == 1:
+        return train.main(words[1:])
     if by_torchrun:
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-        done = subprocess.run(
-            [*torchrun, "train.py", *flags], cwd=ROOT, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
-            timeout=400)
-    else:
-        try:
-            done = Ranks(processes, "train.py", *flags).wait(240)
-        except (TimeoutError, ChildProcessError) as error:            # each seen once in some hundred runs on a busy machine
-            warnings.warn(f"{processes} processes waited for each other or crashed, and were started again: {error}", stacklevel=2)
-            shutil.rmtree(flags[flags.index("--output_dir") + 1])
-            done = Ranks(processes, "train.py", *flags).wait(240)
-    assert (done.returncode != 0) == fails, done.stdout[-2000:] + done.stderr[-3000:] if by_torchrun else done.ends()
+        return run_process(*words, processes=processes)
+    try:
+        done = Ranks(processes, *words).wait(240)
+    except (TimeoutError, ChildProcessError) as error:    # each seen once in some hundred runs on a busy machine
+        warnings.warn(f"{processes} processes waited for each other or crashed, and were started again: {error}", stacklevel=2)
+        shutil.rmtree(folder)
+        done = Ranks(processes, *words).wait(240)
+    assert (done.returncode != 0) == fails, done.ends()
     return done
 
 
@@ -222,7 +218,7 @@ def test_a_run_goes_on_with_another_number_of_processes(tmp_path, before, after,
     shutil.rmtree(latest_checkpoint(tmp_path / "changed"))          # as if it had stopped before the last step
     shutil.rmtree(tmp_path / "changed/final")
     words = "train.py", "--output_dir", str(tmp_path / "changed"), "--resume"
-    done = (Program(*words) if after == 1 else Ranks(after, *words)).wait(400)
+    done = Ranks(after, *words).wait(400)
     assert done.returncode == 0, done.stderr
     assert "not bit for bit" in " ".join(done.stdout.split())
     rounding = dict(tolerance=1e-3, most_draws=8) if "bfloat16" in flags else {}             # of 16 completions
@@ -283,8 +279,8 @@ def test_what_one_rank_raises_before_a_collective_is_raised_on_all(tmp_path):
     done = Ranks(2, tmp_path / "alone.py", tmp_path / "checkpoints").wait(240)
     errors = ("OSError: no space is left", f"RunError: could not save {tmp_path}", "OSError: a stale", "ValueError: a state",
               "RunError: Own: no good", "AttributeError: Can't")
-    for program in done.programs:
-        pairs = [json.loads(line) for line in program.stdout.splitlines() if line.startswith("[\"")]
+    for rank in done.ranks:
+        pairs = [json.loads(line) for line in rank.stdout.splitlines() if line.startswith("[\"")]
         assert len(pairs) == 6, done.ends()
         assert all(first == other and first.startswith(error) for (first, other), error in zip(pairs, errors, strict=True)), pairs
 

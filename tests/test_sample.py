@@ -22,8 +22,8 @@ from logprobs import distribution_of, restrict_logits
 from model import byte_tokenizer
 from reward_functions.calling import Reports
 from sample import (
-    Rollout, concatenate, decode_completion, demonstrations_as_rollout, left_pad, make_rollout, pad_rows,
-    sample_completions_for_prompts, sample_inverse_cdf, select, stop_token_ids, uniform_streams,
+    Rollout, concatenate, decode_completion, left_pad, make_rollout, pad_rows, sample_completions_for_prompts, sample_inverse_cdf,
+    select, stop_token_ids, uniform_streams,
 )
 
 
@@ -89,16 +89,6 @@ def test_the_plain_sampler_is_that_of_each_completion_alone_by_hand(architecture
             assert with_environment or sizes[-1] < 12
     trained = make_engine("plain", model, tokenizer).log_probs(rollout)
     torch.testing.assert_close(rollout.sampling_logp, trained.logp, atol=1e-5, rtol=1e-5)
-
-
-def test_demonstrations_are_a_rollout_of_one_completion_for_each_prompt(model, tokenizer):
-    examples = [{"prompt": prompt, "completion": text} for prompt, text in zip(PROMPTS, ["ab", "", "cde"])]
-    rollout = demonstrations_as_rollout(model, tokenizer, examples)
-    assert [[tokenizer.decode(ids[mask]) for ids, mask in zip(*pair)] for pair in (
-        (rollout.prompt_ids, rollout.prompt_mask), (rollout.completion_ids, rollout.completion_mask))] == [
-            [tokenizer.decode(encode_prompt(tokenizer, prompt)) for prompt in PROMPTS[:3]], ["ab<eos>", "<eos>", "cde<eos>"]]
-    assert rollout.finished.all() and rollout.completions == ["ab", "", "cde"] and not rollout.sampling_logp.any()
-    assert rollout.prompt_mask[:, -1].all() and rollout.completion_mask[:, 0].all()
 
 
 def test_every_prompt_and_every_sibling_has_a_stream_of_its_own():

@@ -7,10 +7,7 @@ make test-tpu runs this in an environment of its own, on XLA's CPU device, which
 import copy
 import json
 import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,7 +22,7 @@ from torch_xla.debug import metrics
 
 from runs import plan, setup
 import train
-from conftest import PROMPTS, QUICK, length_reward, start_run
+from conftest import PROMPTS, QUICK, length_reward, run_process, start_run
 from config import GRPOConfig
 from engine import make_engine
 from engine.devices import best_device
@@ -181,12 +178,7 @@ for parameter in run.policy.model.parameters():
 
 def test_four_devices_share_the_weights_and_give_the_numbers_of_one(plain_run, tmp_path):
     """In a process of its own: how many devices there are is settled when XLA starts."""
-    root = Path(train.__file__).parent
-    done = subprocess.run(
-        [sys.executable, "-c", FOUR, *RUN, length_reward(tmp_path), "--output_dir", str(tmp_path / "run")],
-        cwd=root, env=os.environ | {"CPU_NUM_DEVICES": "4"}, capture_output=True, text=True,
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_process("-c", FOUR, *RUN, length_reward(tmp_path), "--output_dir", tmp_path / "run", CPU_NUM_DEVICES="4")
     same_run(read_jsonl(tmp_path / "run/metrics.jsonl"), plain_run)
     specs = [json.loads(line[5:]) for line in done.stdout.splitlines() if line.startswith("SPEC")]
     assert len(specs) > 20

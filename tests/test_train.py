@@ -46,12 +46,15 @@ def test_the_hard_assertions_hold_under_python_O(tmp_path, monkeypatch):
 def test_a_supervised_step_has_the_gradient_of_the_models_own_cross_entropy(tmp_path, monkeypatch):
     run = start_run(tmp_path, "--max_tokens_per_forward", "60")                  # several micro-batches
     examples, model, tokenizer = next(run.batches), run.policy.model, run.policy.tokenizer
+    examples[1]["completion"] = ""                        # its stop token alone
     monkeypatch.setattr(run.policy, "optimizer_step", lambda max_norm: {"grad_norm": 0.0, "skipped": 0})
     train.supervised_training_step(run, examples)
     ours = torch.cat([p.grad.flatten() for p in model.parameters()])
     model.zero_grad()
     batch = train.demonstrations_as_rollout(model, tokenizer, examples)
     num_tokens = int(batch.completion_mask.sum())
+    assert batch.completions == [example["completion"] for example in examples]
+    assert batch.finished.all() and not batch.sampling_logp.any()
     for i, example in enumerate(examples):                # one row at a time, transformers' own loss
         prompt = tokenizer(example["prompt"]).input_ids
         answer = [*tokenizer(example["completion"], add_special_tokens=False).input_ids, tokenizer.eos_token_id]

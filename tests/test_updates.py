@@ -152,23 +152,6 @@ def test_rows_that_are_not_forwarded_would_have_no_gradient(base, monkeypatch, f
     assert len({*forwarded}) == 16 and differ(some, every) < 2e-6
 
 
-def test_a_new_term_of_the_loss_acts_on_the_rows_of_zero_variance_groups_too(base):
-    run = with_settings(base)
-    experience = off_policy(run)
-    without, _ = gradient(run, experience)
-    probability = run.policy.forward(experience.table.rollout, torch.arange(16)).logp.exp()[experience.table.mask]
-    of_term = gradient_of(run.policy, 0.1 * probability.mean())
-
-    def loss(config, new, batch):
-        terms, metrics = train.grpo_loss(config, new, batch)
-        return terms | {"length_term": 0.1 * weighted_loss(new.logp.exp(), batch.weights)}, metrics
-
-    run.plan = replace(run.plan, objects=Objects(loss=loss))
-    both, losses = gradient(run, experience)
-    assert differ(both, without + of_term) < 2e-6
-    assert losses["total_loss"] == pytest.approx(losses["policy_loss"] + losses["length_term"])
-
-
 @pytest.mark.parametrize("flags,name", [(dict(use_kl_penalty=True), "kl_term"), (dict(entropy_coef=0.1), "entropy_term")])
 def test_a_term_of_rows_that_are_left_out_is_an_error(base, monkeypatch, flags, name):
     run = with_settings(base, **flags)

@@ -4,12 +4,8 @@
 make test-vllm runs this in an environment of its own, with a vLLM for CPUs.
 """
 
-import os
 import shutil
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +13,7 @@ import torch
 pytest.importorskip("vllm", reason="vllm is not installed: make test-vllm does that")
 
 import train
-from conftest import build, comparable, gemma4_text
+from conftest import build, comparable, gemma4_text, run_process
 from config import GRPOConfig, ModelConfig
 from data import encode_prompt
 from engine import make_engine, vllm_engine
@@ -169,18 +165,11 @@ def test_a_base_model_that_is_sampled_although_an_adapter_trains_ends_the_run(tm
     assert [line["phase"] for line in read_jsonl(tmp_path / "run/metrics.jsonl")] == ["eval", "cold_start", "cold_start", "eval"]
 
 
-def run_train(*flags, processes: int = 1):
-    several = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] if processes > 1 else []
-    return subprocess.run(
-        [sys.executable, *several, "train.py", *flags], cwd=Path(train.__file__).parent, capture_output=True, text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"})
-
-
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path):
     """On a CPU, where vLLM computes the same in every batch, bit for bit."""
     flags = [*RUN, "--cold_start_steps", "1", "--max_steps", "4", "--save_steps", "2", "--eval_steps", "2"]
-    whole = run_train(*flags, "--learning_rate", "1e-3", "--keep_checkpoints", "9", "--output_dir", str(tmp_path / "whole"))
-    assert whole.returncode == 0, whole.stderr
+    flags += ["--learning_rate", "1e-3", "--keep_checkpoints", "9"]
+    whole = run_process("train.py", *flags, "--output_dir", tmp_path / "whole")
     assert "Traceback" not in whole.stderr
     steps = [line for line in comparable(tmp_path / "whole") if line["phase"] == "grpo"]
     assert len(steps) == 4 and all(line["sampler_deviation"] < 1e-5 for line in steps)
@@ -188,15 +177,14 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path):
     shutil.rmtree(tmp_path / "half/final")
     for checkpoint in sorted((tmp_path / "half/checkpoints").iterdir())[2:]:             # after the cold start, step 3
         shutil.rmtree(checkpoint)
-    half = run_train("--output_dir", str(tmp_path / "half"), "--resume")
-    assert half.returncode == 0 and "step-00000003" in half.stdout, half.stderr
+    half = run_process("train.py", "--output_dir", tmp_path / "half", "--resume")
+    assert "step-00000003" in half.stdout
     assert comparable(tmp_path / "half") == comparable(tmp_path / "whole")
     weights = [(tmp_path / run / "final/model.safetensors").read_bytes() for run in ("whole", "half")]
     assert weights[0] == weights[1]
 
 
 def test_two_processes_have_an_engine_each(tmp_path):
-    done = run_train(*RUN, "--output_dir", str(tmp_path / "run"), processes=2)
-    assert done.returncode == 0, done.stderr
+    run_process("train.py", *RUN, "--output_dir", tmp_path / "run", processes=2)
     steps = [line for line in comparable(tmp_path / "run") if line["phase"] == "grpo"]
     assert len(steps) == 2 and all(line["sampler_deviation"] < 1e-5 for line in steps)

@@ -244,9 +244,9 @@ def test_a_run_that_has_written_nothing_yet_has_a_report(tmp_path, keep):
 def test_a_folder_without_a_valid_run_is_rejected_in_one_line(tmp_path, break_it, message):
     folder = fake_run(tmp_path / "run")
     break_it(folder)
-    with pytest.raises(ValueError, match=message) as error:
+    with pytest.raises(ValueError, match=rf"^.*{message}.*$"):
         infer.main(["--report", str(folder)])
-    assert "\n" not in str(error.value) and not (folder / "report.html").exists()
+    assert not (folder / "report.html").exists()
 
 
 def run_of(folder, *evaluations, flags=()):

@@ -36,19 +36,16 @@ def test_slices_cover_everything_once_and_differ_by_at_most_one(monkeypatch):
 
 
 @pytest.fixture
-def accelerator(monkeypatch):
+def accelerator(monkeypatch, matmul_precision):
     """A function that lets torch report a GPU of a kind, or none. What is set for it is undone."""
-    before = torch.get_float32_matmul_precision()
     monkeypatch.delenv("PJRT_DEVICE", raising=False)
-
     monkeypatch.setattr(devices, "chosen_device", "auto")
 
     def report(kind):
         device = kind and torch.device(kind)
         monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: (check_available and device) or None)
 
-    yield report
-    torch.set_float32_matmul_precision(before)
+    return report
 
 
 @pytest.mark.parametrize("kind", [None, "cuda", "mps", "xpu"])

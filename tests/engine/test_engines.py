@@ -24,6 +24,8 @@ from engine.vllm_engine import VLLM
 from environments.conversations import sample_with_environment
 from environments.tools import guess_letter
 from experience import Batch
+from grpo import weighted_loss
+from model import ValueHead
 from policy import Policy
 from runs.engine_choice import saves_tokens
 from runs.setup import set_up
@@ -51,19 +53,25 @@ def test_make_engine_chooses_a_policy_that_forwards_each_row_once_in_several_pas
     assert type(make_engine("plain", model, tokenizer)) is DevicePolicy
 
 
-def gradient(model):
-    return parameters_to_vector(p.grad for p in model.parameters())
+def gradient(policy):
+    return parameters_to_vector(p.grad for p in policy.trained_parameters)
+
+
+def loss_with_values(new, batch):
+    return {"loss": weighted_loss(new.values.square() - new.logp, batch.weights)}, {"entropy": new.entropy}
 
 
 @pytest.mark.parametrize("make", [DevicePolicy, Shared])
 def test_when_memory_runs_out_passes_have_half_the_tokens_and_results_are_the_same(model, tokenizer, settings, monkeypatch, make):
     policy, passes, seen = make(model, tokenizer, max_tokens=150), [], []
-    policy.set_optimizer(torch.optim.SGD(model.parameters()), None)
+    head = ValueHead(32)
+    torch.nn.init.normal_(head.layers[-1].weight)
+    policy.set_optimizer(torch.optim.SGD([*model.parameters(), *head.parameters()]), None, head)
     rollout, forward = policy.sample(PROMPTS, settings, 0), policy.forward
     batch = Batch.of_rollout(rollout, torch.ones(16, 1))
-    logp, losses = policy.log_probs(rollout).logp, policy.forward_backward(batch, train.supervised_loss)
-    once = gradient(model)
-    compute = {"logp": lambda: policy.log_probs(rollout).logp, "losses": lambda: policy.forward_backward(batch, train.supervised_loss)}
+    logp, losses = policy.log_probs(rollout).logp, policy.forward_backward(batch, loss_with_values)
+    once = gradient(policy)
+    compute = {"logp": lambda: policy.log_probs(rollout).logp, "losses": lambda: policy.forward_backward(batch, loss_with_values)}
 
     def short_of_memory(*args):
         passes.append(policy.max_tokens)
@@ -78,9 +86,9 @@ def test_when_memory_runs_out_passes_have_half_the_tokens_and_results_are_the_sa
     monkeypatch.setattr(policy, "forward", short_of_memory)
     policy.on_less_memory = lambda *change: seen.append(change)
     torch.testing.assert_close(again("logp"), logp, atol=1e-5, rtol=1e-5)
-    assert gradient(model).equal(once), "not the business of log_probs"
+    assert gradient(policy).equal(once), "not the business of log_probs"
     policy.clear_gradient()
-    assert again("losses") == pytest.approx(losses, rel=1e-5) and (gradient(model) - once).norm() < 1e-5 * once.norm()
+    assert again("losses") == pytest.approx(losses, rel=1e-5) and (gradient(policy) - once).norm() < 1e-5 * once.norm()
     assert seen == [("max_tokens_per_forward", 75, "out of memory: --max_tokens_per_forward 150 -> 75, trying again")] * 2
     with pytest.raises(MemoryError):                      # a repeat would lose the gradient of the first batch
         again("losses")

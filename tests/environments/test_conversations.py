@@ -181,9 +181,8 @@ def test_an_environment_that_misbehaves_is_named_or_its_conversation_unscored(mo
     def broken(conversation):
         return answer() if len(conversation) > 3 and len(conversation[-1]["content"]) % 2 else "go on"
 
-    with pytest.raises(RunError, match=message) as error:
+    with pytest.raises(RunError, match=rf"^environment calculator .*{message}.*$"):
         sample_conversations(model, tokenizer, settings, PROMPTS, broken)
-    assert "environment calculator" in str(error.value) and "\n" not in str(error.value)
     lenient = replace(settings, reward_errors="none", reward_functions=["correctness"])
     rollout = sample_conversations(model, tokenizer, lenient, PROMPTS, broken)
     failed = rollout.turn_points.isnan().any(dim=1)

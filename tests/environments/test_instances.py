@@ -213,9 +213,8 @@ def test_a_bad_environment_costs_its_own_conversation(model, tokenizer, settings
     Quiet.born, Quiet.closed, start = 0, 0, time.monotonic()
     config = replace(settings, reward_timeout=0.3, reward_errors=errors)
     if errors == "raise" and message:
-        with pytest.raises(RunError, match=message) as error:
+        with pytest.raises(RunError, match=rf"^.*{message}.*$"):
             sample(model, tokenizer, config, cls)
-        assert len(str(error.value).splitlines()) == 1
     else:
         rollout = sample(model, tokenizer, config, cls)
         assert rollout.turn_points.isnan().any(dim=1).nonzero().flatten().tolist() == [3] * bool(message)
@@ -232,9 +231,8 @@ def test_a_bad_environment_costs_its_own_conversation(model, tokenizer, settings
 ])
 def test_a_class_that_cannot_be_an_environment_is_one_line_at_the_start(members, message):
     cls = type("Mine", (Quiet,), members)
-    with pytest.raises(ValueError, match=f"^--environment=python:Mine: .*{message}") as error:
+    with pytest.raises(ValueError, match=rf"^--environment=python:Mine: .*{message}.*$"):
         refuse_missing_columns("python:Mine", load_environment(cls), [{"prompt": "p"}])
-    assert len(str(error.value).splitlines()) == 1
 
 
 def test_different_beginnings_of_a_group_end_the_run(model, tokenizer, settings):

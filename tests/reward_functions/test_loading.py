@@ -4,9 +4,7 @@ import importlib.util
 import inspect
 from dataclasses import replace
 import json
-import os
 import re
-import subprocess
 import sys
 
 import pytest
@@ -15,7 +13,7 @@ from test_rewards import call_and_score, needs_math_verify
 
 import reward_functions
 import rewards
-from conftest import ROOT, made_up_rollout
+from conftest import ROOT, made_up_rollout, run_process
 from reward_functions.loading import BUILT_IN, load_reward_function, missing_columns, require_columns
 from reward_functions.sandbox import run_python
 
@@ -40,9 +38,8 @@ def test_reward_functions_come_from_the_library_or_a_file(tmp_path):
         f"{tmp_path}/same.py:one": r"one: add completions, a list of them, to its parameters",
         f"{tmp_path}/same.py:Weighted": "'weight'; name a function, or an object with __call__",
     }.items():
-        with pytest.raises(ValueError, match=message) as error:
+        with pytest.raises(ValueError, match=rf"^.*{message}.*$"):
             load_reward_function(name)
-        assert "\n" not in str(error.value)
 
 
 def test_a_function_may_ask_for_the_answer_under_trls_names_and_never_for_the_demonstration():
@@ -100,7 +97,7 @@ def test_other_processes_import_a_reward_file_by_its_name(tmp_path):
         "from reward_functions.loading import load_reward_function\nif __name__ == '__main__':\n"
         f"    assert load_reward_function('{tmp_path}/with_a_pool.py:lengths')(['ab', 'c']) == [2.0, 1.0]\n")
     (tmp_path / "program.py").write_text(code)
-    subprocess.run([sys.executable, tmp_path / "program.py"], env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True)
+    run_process(tmp_path / "program.py", PYTHONPATH=str(ROOT))
 
 
 def test_an_instance_stays_and_what_cannot_be_called_is_refused():
@@ -124,8 +121,7 @@ def test_every_function_is_imported_from_the_package_and_a_module_of_it_does_not
         exec("from reward_functions import corectness")
     few, more = "import reward_functions.sandbox", "from reward_functions import math_equality, multiple_choice"
     for statement, others in (few, {"torch", "rewards"}), (more, {"torch"}):
-        code = f"import sys; {statement}; sys.exit(bool({others} & set(sys.modules)))"
-        assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0, statement
+        run_process("-c", f"import sys; {statement}; assert not {others} & set(sys.modules)")
 
 
 @pytest.mark.parametrize("name", BUILT_IN)

@@ -12,7 +12,7 @@ from functools import partial
 
 import pytest
 from conftest import ROOT
-from forked import Program
+from forked import Ranks
 
 import infer
 import train
@@ -23,9 +23,8 @@ from runs.command_line import COMMON, parse_config, parse_infer
 
 @pytest.mark.parametrize("program,typed", [("train.py", ["--learning-rat", "1"]), ("infer.py", ["--envronment", "x"])])
 def test_a_mistyped_flag_of_a_program_is_one_line(program, typed):
-    process = Program(program, *typed)
-    process.wait(60)
-    assert process.returncode == 2 and re.fullmatch(rf"{program}: error: --\w+: unknown flag; did you mean --\w+\?\n", process.stderr)
+    done = Ranks(1, program, *typed).wait(60)
+    assert done.returncode == 2 and re.fullmatch(rf"{program}: error: --\w+: unknown flag; did you mean --\w+\?\n", done.stderr)
 
 
 @pytest.mark.parametrize("program,parse,flag,names", [
@@ -63,13 +62,6 @@ def test_profile_then_file_then_flags(tmp_path):
     assert (config.training.batch_size, config.training.seed) == (7, 6) and config.grpo.reward_functions == ["correctness"]
 
 
-@pytest.mark.parametrize("use_grpo", [True, False])
-def test_the_config_of_any_run_is_a_file_of_settings(tmp_path, use_grpo):
-    config = parse_config([*["--use_grpo"] * use_grpo, "--seed", "7"])
-    (tmp_path / "config.json").write_text(json.dumps(config.as_dict()))
-    assert parse_config([str(tmp_path / "config.json")]) == config
-
-
 @pytest.mark.parametrize("weight", ["-5e-05", "-1E3", "-.5", "-2"])
 def test_a_negative_number_is_a_value_however_it_is_written(weight):
     config = parse_config(["--use_grpo", "--reward_functions", "correctness", "safety", "--reward_weights", "1", weight])
@@ -78,7 +70,7 @@ def test_a_negative_number_is_a_value_however_it_is_written(weight):
 
 FILES = {
     "task.py": "SETTINGS = ['seed']", "short.py": "SETTINGS = {'sead': 1}", "half.py": "def reward(completions): ...",
-    "exits.py": "import sys\nsys.exit(0)\ndef f(completions): ...\n", "list.json": "[1]", "open.json": "{",
+    "exits.py": "import sys\nsys.exit(0)\ndef f(completions): ...\n", "open.json": "{",
     "pair.json": '{"instruction": "\\ud800"}', "type.json": '{"reward_functions": "correctness"}',
     "epsilon.json": '{"advantage_epsilon": 1e-6}', "empty.jsonl": "", "bare.jsonl": '{"prompt": "a"}\n{"prompt": "b"}\n',
     "environments.py": "def needy(conversation, level): ...\n",
@@ -119,7 +111,6 @@ MISTAKES = [                    # flags of train.py behind --use_grpo, and what 
     # settings files
     ("{tmp}/no.json", "no.json: not a readable JSON file"), ("{tmp}/open.json", "open.json: not a readable JSON file"),
     ("{tmp}/pair.json", "pair.json: not a readable JSON file of settings: 'utf-8' codec can't encode"),
-    ("{tmp}/list.json", "list.json: must hold an object"),
     ("{tmp}/type.json", r"--reward_functions=correctness: must be list\[str\], not str"),
     ("{tmp}/epsilon.json", "advantage_epsilon: unknown flag; here always 1e-8"),
     ("--task {tmp}/task.py", "task.py: SETTINGS must be flags and values"), ("--task {tmp}/short.py", "sead: unknown flag"),
@@ -134,7 +125,6 @@ MISTAKES = [                    # flags of train.py behind --use_grpo, and what 
     ("--keep_best --eval_limit 0", "--keep_best: needs held-out problems: an --eval_limit above 0"),
     ("--dataset {tmp}/bare.jsonl --cold_start_steps 5",
      "no completion for 2 of 2 examples, .*--completion_column.*or pass --use_grpo --cold_start_steps 0"),
-    ("--dataset {tmp}/empty.jsonl", "empty.jsonl: no examples in it"),
     ("--max_prompt_length 5", "--max_prompt_length=5: .* are longer.*raise it to 8, or pass --long_prompts drop"),
     ("--model_path {tmp}/no_weights", "error: --model_path=[^:]*no_weights: cannot be loaded: .*tokenizer"),
     ("--output_dir {tmp}/used", "--output_dir=.*used: holds another run"),

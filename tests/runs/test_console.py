@@ -33,8 +33,9 @@ def test_a_step_has_one_line_of_80_columns_with_what_matters_and_the_time_left(b
 
 def test_the_start_says_which_rewards_count_and_what_precedes_prompts(tmp_path, capsys):
     flags = [*QUICK, "--use_grpo", "--check", "--output_dir", str(tmp_path / "run"), "--reward_functions", "correctness", "reasoning_coherence"]
-    train.main([*flags, "--reward_weights", "1", "0.5", "--max_steps", "5", "--instruction", "Add."])
+    train.main([*flags, "--reward_weights", "1", "0.5", "--max_steps", "5", "--instruction", "Add.", "--lora_rank", "4"])
     printed = capsys.readouterr().out
+    assert not (tmp_path / "run").exists(), "nor the built-in model, which a new adapter needs there"
     assert printed.startswith("profile demo: num_completions_per_prompt 4, generation_max_length 16")
     assert "\nrewards correctness x 1, reasoning_coherence x 0.5\n" in printed
     assert "\ninstruction, before every prompt: 'Add.'\n" in printed and "\nphase grpo: 5 steps of 4 prompts, 16 completions\n" in printed

@@ -10,16 +10,15 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import pytest
 import torch
 from conftest import (
-    QUICK, ROOT, assert_same, assert_same_to_rounding, ctrl_c_after, length_reward, num_steps, run_folder,
+    QUICK, ROOT, assert_same, ctrl_c_after, length_reward, num_steps, run_folder, start_run, watch_calls,
 )
-from forked import Program, Ranks
+from forked import Ranks
 
-import analysis.evaluation
 import train
 from engine.cache import PrefixCache
 from engine.errors import RunError
@@ -72,30 +71,18 @@ def saved_setting(folder, section, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("error,passes,tokens,more", [
-    (OUT_OF_MEMORY[0], {2}, 100, ["--use_value_head"]), (OUT_OF_MEMORY[1], {2, 4}, 50, []),
-])
-def test_an_update_that_finds_no_memory_is_that_of_smaller_passes_and_stays_so(tmp_path, monkeypatch, capsys, flags, error, passes, tokens, more):
-    """It fails behind the first pass's gradient. The other run was stopped before this step and resumed with smaller passes."""
-    with ctrl_c_after(1):
-        smaller = run_folder(tmp_path / "smaller", *flags, *more)
-    train.main(["--output_dir", str(smaller), "--resume", "--max_tokens_per_forward", str(tokens)])
-    capsys.readouterr()
-    with monkeypatch.context() as patch:
-        fail(patch, 2, passes, error)
-        failed = run_folder(tmp_path / "failed", *flags, *more)
-    printed = re.findall(r"--max_tokens_per_forward (\d+) -> (\d+), trying again", " ".join(capsys.readouterr().out.split()))
-    assert printed == [("200", "100"), ("100", "50")][: len(passes)]
-    assert saved_setting(failed, "training", "max_tokens_per_forward") == tokens
-    assert_same_to_rounding(smaller, failed)              # its passes before the update were larger
-    if more:
-        return
-    with monkeypatch.context() as patch, ctrl_c_after(3):
-        fail(patch, 2, passes, error)
-        stopped = run_folder(tmp_path / "stopped", *flags)
-    train.main(["--output_dir", str(stopped), "--resume"])
-    assert saved_setting(stopped, "training", "max_tokens_per_forward") == tokens
-    assert_same(stopped, failed)
+def test_an_update_that_finds_no_memory_takes_smaller_passes_from_then_on_and_when_resumed(tmp_path, monkeypatch, capsys, flags):
+    """It fails behind the first pass's gradient, twice. That gradients stay the same is tested in test_engines.py."""
+    folders = []
+    for name, stop in ("failed", nullcontext()), ("stopped", ctrl_c_after(3)):
+        with monkeypatch.context() as patch, stop:
+            fail(patch, 2, {2, 4}, OUT_OF_MEMORY[1])
+            folders.append(run_folder(tmp_path / name, *flags))
+        printed = re.findall(r"--max_tokens_per_forward (\d+) -> (\d+), trying again", " ".join(capsys.readouterr().out.split()))
+        assert printed == [("200", "100"), ("100", "50")]
+        assert saved_setting(tmp_path / name, "training", "max_tokens_per_forward") == 50
+    train.main(["--output_dir", str(tmp_path / "stopped"), "--resume"])
+    assert_same(*folders)
 
 
 def test_an_update_of_which_no_row_fits_ends_the_run_in_one_line(tmp_path, monkeypatch, capsys, flags):
@@ -111,31 +98,21 @@ def test_an_update_of_which_no_row_fits_ends_the_run_in_one_line(tmp_path, monke
     assert latest_checkpoint(tmp_path / "run").name == "step-00000001"
 
 
-@pytest.mark.parametrize("where,rows", [("step", 16), ("evaluation", 8)])
-def test_sampling_that_finds_no_memory_samples_fewer_at_once_and_the_same(tmp_path, monkeypatch, capsys, flags, where, rows):
+def test_sampling_that_finds_no_memory_samples_fewer_at_once_from_then_on_and_the_same(tmp_path, monkeypatch, capsys, flags):
     """It fails when some tokens are drawn."""
-    flags = [*flags, "--max_steps", "2", "--eval_limit", "8", "--generation_batch_size", "64"]
-    whole = run_folder(tmp_path / "whole", *flags)
-    module, name = (train, "sample_groups") if where == "step" else (analysis.evaluation, "evaluate")
-    real, forward, passes = getattr(module, name), PrefixCache.forward, []
+    run = start_run(tmp_path, *flags, "--generation_batch_size", "64")
+    examples = next(run.batches)
+    whole = train.sample_groups(run, examples).rollout
+    capsys.readouterr()
 
-    def failing_forward(*args):
-        passes.append(1)
-        if len(passes) == 3:
+    def fail_in_the_third_pass(number):
+        if number == 3:
             raise OUT_OF_MEMORY[1]
-        return forward(*args)
 
-    def fails_in_its_third_pass(*args, **options):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(PrefixCache, "forward", failing_forward)
-            return real(*args, **options)
-
-    monkeypatch.setattr(module, name, fails_in_its_third_pass)
-    failed = run_folder(tmp_path / "failed", *flags)
-    assert " ".join(capsys.readouterr().out.split()).count(f"--generation_batch_size {rows} -> {rows // 2}, trying again") == 1
-    assert saved_setting(failed, "grpo", "generation_batch_size") == rows // 2
-    texts = [[r["completion_ids"] for r in read_jsonl(folder / "rollouts.jsonl")] for folder in (whole, failed)]
-    assert texts[0] == texts[1] and len(texts[0]) == 2 * 16
+    watch_calls(monkeypatch, PrefixCache, "forward", fail_in_the_third_pass)
+    again = train.sample_groups(run, examples).rollout
+    assert "--generation_batch_size 16 -> 8, trying again" in " ".join(capsys.readouterr().out.split())
+    assert again.completion_ids.equal(whole.completion_ids) and run.config.grpo.generation_batch_size == 8
 
 
 def test_weights_that_are_not_finite_are_one_line(tmp_path, folder, capsys):
@@ -179,15 +156,15 @@ def read_until_closed(terminal):
             pass
 
 
-def test_an_ignored_signal_stays_ignored():
-    """As under nohup, whose runs a closed terminal does not end."""
+@pytest.mark.parametrize("number", STOP, ids=lambda number: number.name)
+def test_signals_of_a_batch_system_stop_after_the_step_and_an_ignored_one_does_not(number):
+    """SIGHUP is ignored, as under nohup, whose runs a closed terminal does not end."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with stop_on_signal() as stop_requested:
-            signal.raise_signal(signal.SIGHUP)
             assert not stop_requested()
-            signal.raise_signal(signal.SIGTERM)
-            assert stop_requested()
+            signal.raise_signal(number)
+            assert stop_requested() == (number != signal.SIGHUP)
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
@@ -218,7 +195,7 @@ def test_a_second_ctrl_c_leaves_at_once_with_one_line(tmp_path):
     slow.write_text("import time\ndef wait(completions, **columns):\n    time.sleep(60)\n")
     flags = [*QUICK, "--output_dir", str(tmp_path / "run"), "--use_grpo", "--reward_functions", f"{slow}:wait",
              "--cold_start_steps", "2", "--eval_limit", "0", "--save_steps", "1"]
-    process = Program("train.py", *flags)
+    process = Ranks(1, "train.py", *flags)
     while num_steps(tmp_path / "run") < 2:
         assert process.returncode is None
         time.sleep(0.05)
@@ -256,15 +233,6 @@ def test_debug_prints_the_traceback_before_the_line(monkeypatch, tmp_path, capsy
                 program(sys.argv[1:])
             *traceback, line = capsys.readouterr().err.splitlines()
             assert stop.value.code == 2 and "cannot be loaded" in line and "\n".join(traceback).count("in load_tokenizer") == calls
-
-
-@pytest.mark.parametrize("number", STOP, ids=lambda number: number.name)
-def test_signals_of_a_batch_system_stop_after_the_step(number):
-    with stop_on_signal() as requested:
-        assert not requested()
-        if number != signal.SIGHUP:                       # which closes the output: above
-            signal.raise_signal(number)
-            assert requested()
 
 
 @pytest.mark.slow

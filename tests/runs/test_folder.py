@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import QUICK, assert_same, experience_of, made_up_rollout, run_folder, with_settings
+from conftest import QUICK, assert_same, experience_of, made_up_rollout, with_settings
 from filelock import FileLock, Timeout
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -98,12 +98,11 @@ def folder_of(*flags):
 
 
 @pytest.mark.parametrize("fails", [None, "runs.plan.read_data", "runs.setup.build_run"])
-def test_a_resumed_run_that_is_complete_or_fails_gives_up_its_lock(tmp_path, monkeypatch, fails):
-    path = run_folder(tmp_path / "run", *"--use_grpo --cold_start_steps 0 --max_steps 1 --eval_limit 0".split())
-    config = parse_config(["--output_dir", str(path), "--resume"])
+def test_a_resumed_run_that_is_complete_or_fails_gives_up_its_lock(finished, monkeypatch, fails):
+    config = parse_config(["--output_dir", str(finished), "--resume"])
 
     def fail(*args):
-        with pytest.raises(Timeout), FileLock(path / "lock", blocking=False):
+        with pytest.raises(Timeout), FileLock(finished / "lock", blocking=False):
             pass
         raise KeyError
 
@@ -111,7 +110,7 @@ def test_a_resumed_run_that_is_complete_or_fails_gives_up_its_lock(tmp_path, mon
         monkeypatch.setattr(fails, fail)
     with pytest.raises(KeyError) if fails else nullcontext() as error:           # whose traceback holds the folder
         set_up(config)
-    with FileLock(path / "lock", blocking=False):
+    with FileLock(finished / "lock", blocking=False):
         assert error or not fails
 
 

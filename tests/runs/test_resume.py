@@ -93,9 +93,7 @@ def kill(run, folder, draws):
 def terminate(run, folder, draws):
     """As torchrun and batch systems do: SIGTERM to all processes."""
     time.sleep(draws.random())
-    for program in run.programs:
-        if program.returncode is None:
-            program.send_signal(signal.SIGTERM)
+    run.send_signal(signal.SIGTERM)
     assert run.wait(100).returncode == 0 or (folder / "final").exists(), run.stderr[-3000:]             # it was about to exit
 
 
@@ -196,9 +194,10 @@ def test_any_error_in_a_step_saves_first_and_no_step_is_lost_or_counted_twice(
     assert len(read_jsonl(never / "rollouts.jsonl")) == 4 * 32
 
 
-def test_the_score_is_what_is_shown_accuracy_or_the_weighted_sum_of_known_points(tmp_path):
-    run = start_run(tmp_path, "--use_grpo", "--cold_start_steps", "0")
+def test_the_score_is_what_is_shown_accuracy_or_the_weighted_sum_of_known_points(base, tmp_path):
     points = {"eval_reward/correctness": None, "eval_reward/reasoning_coherence": 0.5, "eval_reward/explanation_quality": 2.0}
-    assert held_out_score(run.scoring, points | {"eval_accuracy": 0.25}) == 0.25 and held_out_score(run.scoring, points) == pytest.approx(0.2 * 0.5 + 0.1 * 2.0)
-    assert numpy.isnan(held_out_score(run.scoring, dict.fromkeys(points))) and numpy.isnan(held_out_score(start_run(tmp_path).scoring, points))
-    assert numpy.isnan(held_out_score(run.scoring, {})), "nothing could be scored, as with a teacher and prompts without answers"
+    assert held_out_score(base.scoring, points | {"eval_accuracy": 0.25}) == 0.25
+    assert held_out_score(base.scoring, points) == pytest.approx(0.2 * 0.5 + 0.1 * 2.0)
+    assert numpy.isnan(held_out_score(start_run(tmp_path).scoring, points)), "a supervised run has no rewards"
+    assert numpy.isnan(held_out_score(base.scoring, dict.fromkeys(points)))
+    assert numpy.isnan(held_out_score(base.scoring, {})), "nothing could be scored, as with a teacher and prompts without answers"

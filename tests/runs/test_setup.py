@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import quick_config, run_folder, start_run
+from conftest import quick_config, start_run
 
 import train
 from config import Config
 from engine.fingerprints import fingerprint_of_examples
+from runs.checkpoint import latest_checkpoint
 from runs.plan import config_on_device
 from runs.resume import compare_settings
 from runs.setup import set_up
@@ -95,12 +96,9 @@ def test_examples_have_the_same_fingerprint_in_every_process_and_other_ones_anot
     assert len({first, *map(fingerprint_of_examples, others)}) == 5
 
 
-@pytest.mark.slow
-def test_resuming_says_what_changed_and_refuses_what_does_not_fit(tmp_path, capsys):
-    folder = run_folder(tmp_path / "out", *"--use_grpo --cold_start_steps 0 --max_steps 1 --eval_limit 0".split())
-    (begun, *_) = sorted((folder / "checkpoints").iterdir())
-    state = torch.load(begun / "state.pt", weights_only=True)
-    assert state["progress"]["phase_step"] == 1, "complete"
+def test_resuming_says_what_changed_and_refuses_what_does_not_fit(finished, tmp_path, capsys):
+    folder = Path(shutil.copytree(finished, tmp_path / "out"))
+    begun = latest_checkpoint(folder)
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     again = ["--output_dir", str(folder), "--resume"]
     with pytest.raises(SystemExit) as stop:

@@ -107,14 +107,10 @@ def test_an_error_that_is_not_of_the_model_is_raised(model, tokenizer, settings,
 
 
 @pytest.mark.parametrize("numbers,found", [("highest", "two differ by at most 5.0e-02 nat"), ("high", "")])
-def test_tf32_is_given_the_tolerance_of_16_bits(model, numbers, found):
-    before = torch.get_float32_matmul_precision()
+def test_tf32_is_given_the_tolerance_of_16_bits(model, matmul_precision, numbers, found):
     torch.set_float32_matmul_precision(numbers)
-    try:
-        assert difference(DevicePolicy(model, None), "two", torch.zeros(3), torch.full((3,), 0.05)) == found
-        assert difference(DevicePolicy(model, None), "two", torch.full((3,), torch.nan), torch.zeros(3)), "not a number"
-    finally:
-        torch.set_float32_matmul_precision(before)
+    assert difference(DevicePolicy(model, None), "two", torch.zeros(3), torch.full((3,), 0.05)) == found
+    assert difference(DevicePolicy(model, None), "two", torch.full((3,), torch.nan), torch.zeros(3)), "not a number"
 
 
 def test_a_run_has_the_engine_of_its_flag_and_says_which(tmp_path, capsys):

@@ -41,7 +41,8 @@ def test_characters_that_a_tokenizer_loses_are_named_with_their_row(special, giv
     if lost is None:
         prompts = encode_prompts(examples, tokenizer, "d.csv")
         assert prompts == [encode_prompt(tokenizer, example) for example in examples]
-        return encode_demonstrations(examples[1:], prompts[1:], model, tokenizer, "d.csv")
+        encode_demonstrations(examples[1:], prompts[1:], model, tokenizer, "d.csv")
+        return
     with pytest.raises(ValueError, match=f"^d.csv: example 2: the tokenizer loses {lost} of the prompt: data.map[^\n]*$"):
         encode_prompts(examples, tokenizer, "d.csv")
     with pytest.raises(ValueError, match=f"^d.csv: example 3: the tokenizer loses {lost} of the completion: data.map[^\n]*$"):
@@ -63,6 +64,9 @@ def test_the_text_of_a_special_token_in_a_message_is_refused(row, words):
 
 def test_a_text_without_a_template_may_be_ready_but_has_one_bos(tokenizer):
     assert tokenizer.decode(encode_prompts([{"prompt": "a<eos>b"}], tokenizer, "d")[0]) == "<bos>a<eos>b"
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    assert tokenizer.decode(encode_prompt(tokenizer, messages)) == "<bos>system: s\nuser: u\nassistant: "
+    assert encode_prompt(tokenizer, [5, 6, 7]) == [5, 6, 7], "ids are as they are"
     for template in None, "{{ bos_token }}<bos>{% for m in messages %}{{ m.content }}{% endfor %}":
         twice = byte_tokenizer()
         twice.chat_template = template
