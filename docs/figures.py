@@ -23,6 +23,7 @@ import matplotlib
 import torch
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs/figures"
@@ -124,7 +125,7 @@ def draw_pack(rollout) -> None:
     positions, layout = batch.positions[0], batch.layout
     lengths = [int(rollout.prompt_mask[0].sum()), *rollout.completion_mask[:3].sum(dim=1).tolist()]
     names = "".join(name * length for name, length in zip("pabc", lengths, strict=True))
-    figure = Figure(figsize=(7.4, 3.9), layout="constrained")
+    figure = Figure(figsize=(9.6, 5.7), layout="constrained")
     for axes, window in zip(figure.subplots(1, 2), (None, 6), strict=True):
         seen = torch.full((len(names), len(names)), torch.nan)
         for number, block in enumerate(layout.blocks):
@@ -134,13 +135,15 @@ def draw_pack(rollout) -> None:
                 seen[block.tokens[row, query], keys[row, key]] = 1.0 if key < from_prompt else 0.0
         axes.imshow(seen.numpy(), cmap=ListedColormap([BLUE, ORANGE]), vmin=0, vmax=1, alpha=0.7)
         labels = [f"{name}\n{position}" for name, position in zip(names, positions.tolist(), strict=True)]
-        axes.set_xticks(range(len(names)), labels, fontsize=5)
-        axes.set_yticks(range(len(names)), names, fontsize=6)
+        axes.set_xticks(range(len(names)), labels, fontsize=7)
+        axes.set_yticks(range(len(names)), names, fontsize=8)
         for border in [i for i in range(1, len(names)) if names[i] != names[i - 1]]:
             axes.axhline(border - 0.5, color="0.7", linewidth=0.6)
             axes.axvline(border - 0.5, color="0.7", linewidth=0.6)
         axes.set(title="full attention" if window is None else f"window of {window} positions", xlabel="key, and its position",
                  ylabel="query")
+    meaning = {BLUE: "a key of its own range", ORANGE: "a key of its prompt"}
+    figure.legend([Patch(color=colour, alpha=0.7) for colour in meaning], meaning.values(), loc="outside lower center", ncols=2, frameon=False)
     save(figure, "pack")
 
 
