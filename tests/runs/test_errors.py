@@ -28,6 +28,7 @@ from policy import Policy, RatioError
 from runs.checkpoint import latest_checkpoint
 from runs.exits import STOP, exit_on_errors, stop_on_signal
 from runs.folder import read_jsonl
+from runs.results import evaluate_held_out
 from sample import LogitsError
 
 OUT_OF_MEMORY = (
@@ -98,21 +99,24 @@ def test_an_update_of_which_no_row_fits_ends_the_run_in_one_line(tmp_path, monke
     assert latest_checkpoint(tmp_path / "run").name == "step-00000001"
 
 
-def test_sampling_that_finds_no_memory_samples_fewer_at_once_from_then_on_and_the_same(tmp_path, monkeypatch, capsys, flags):
+@pytest.mark.parametrize("where,rows", [("step", 16), ("evaluation", 8)])
+def test_sampling_that_finds_no_memory_samples_fewer_at_once_from_then_on_and_the_same(tmp_path, monkeypatch, capsys, flags, where, rows):
     """It fails when some tokens are drawn."""
-    run = start_run(tmp_path, *flags, "--generation_batch_size", "64")
+    run = start_run(tmp_path, *flags, "--generation_batch_size", "64", "--eval_limit", "8")
     examples = next(run.batches)
-    whole = train.sample_groups(run, examples).rollout
-    capsys.readouterr()
+
+    def sample():
+        return train.sample_groups(run, examples).rollout.completion_ids.tolist() if where == "step" else evaluate_held_out(run)
 
     def fail_in_the_third_pass(number):
         if number == 3:
             raise OUT_OF_MEMORY[1]
 
+    whole = sample()
+    capsys.readouterr()
     watch_calls(monkeypatch, PrefixCache, "forward", fail_in_the_third_pass)
-    again = train.sample_groups(run, examples).rollout
-    assert "--generation_batch_size 16 -> 8, trying again" in " ".join(capsys.readouterr().out.split())
-    assert again.completion_ids.equal(whole.completion_ids) and run.config.grpo.generation_batch_size == 8
+    assert sample() == whole and run.config.grpo.generation_batch_size == rows // 2
+    assert f"--generation_batch_size {rows} -> {rows // 2}, trying again" in " ".join(capsys.readouterr().out.split())
 
 
 def test_weights_that_are_not_finite_are_one_line(tmp_path, folder, capsys):
