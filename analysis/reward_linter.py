@@ -73,7 +73,7 @@ def lint(
         shown = means | ({"model": float(of_model[name].nanmean())} if sampled else {})
         cells = [f"{mean:.2f}".replace("nan", "") for mean in shown.values()]
         table.append(f"| `{name}` | {' | '.join(cells)} |")
-    return table, flags_of({kind: mean for kind, mean in means.items() if not math.isnan(mean)})     # total
+    return table, flags_of({kind: mean for kind, mean in means.items() if not math.isnan(mean)})  # of total
 
 
 def flags_of(means: dict[str, float]) -> list[str]:

@@ -18,6 +18,7 @@ import runpy
 import sys
 import tempfile
 from pathlib import Path
+from statistics import fmean
 
 import matplotlib
 import torch
@@ -276,17 +277,13 @@ def values_by_step(lines: list[dict], value: str) -> dict[int, list[float]]:
     return {step: [line[value] for line in lines if line["step"] == step] for step in steps}
 
 
-def mean(values: list[float]) -> float:
-    return sum(values) / len(values)
-
-
 def draw_accuracies(runs: dict[str, list[dict]], name: str) -> None:
     """Draw the mean accuracy of runs by name over their steps, and beside the last step that of each seed as a dot."""
     figure = Figure(figsize=(5, 2.8), layout="constrained")
     axes = figure.subplots()
     for number, (run, lines) in enumerate(runs.items()):
         found = values_by_step(lines, "accuracy")
-        (drawn,) = axes.plot([*found], [*map(mean, found.values())], label=run)
+        (drawn,) = axes.plot([*found], [*map(fmean, found.values())], label=run)
         last = max(found)
         beside = [last * (1.03 + 0.025 * number)] * len(found[last])
         axes.plot(beside, found[last], "o", color=drawn.get_color(), markersize=3, alpha=0.6)
@@ -302,7 +299,7 @@ def draw_hacked(runs: dict[str, list[dict]]) -> None:
     for run, colour, kl in ("hackable reward, BETA=0", RED, "without KL penalty"), ("hackable reward", BLUE, "with KL penalty"):
         for value, line in ("reward", "--"), ("accuracy", "-"):
             found = values_by_step(runs[run], value)
-            axes.plot([*found], [*map(mean, found.values())], line, color=colour, label=f"{value} {kl}")
+            axes.plot([*found], [*map(fmean, found.values())], line, color=colour, label=f"{value} {kl}")
             axes.fill_between([*found], [*map(min, found.values())], [*map(max, found.values())], color=colour, alpha=0.12)
     axes.set(xlabel="step", ylabel="reward, held-out accuracy", ylim=(0, 1.02))
     axes.legend(frameon=False, fontsize=7)

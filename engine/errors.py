@@ -28,7 +28,7 @@ class CannotShare(Exception):
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return True if an allocation failed, on any device."""
-    texts = "out of memory", "ALLOC_FAILED", "can't allocate memory", "RESOURCE_EXHAUSTED"       # of CPU, XLA
+    texts = "out of memory", "ALLOC_FAILED", "can't allocate memory", "RESOURCE_EXHAUSTED"   # last: CPU, XLA
     by_torch = isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
     return (by_torch or isinstance(error, MemoryError)) and not isinstance(error, RunError)
 

@@ -47,7 +47,7 @@ def load_teacher(config: Config, network: Network) -> torch.nn.Module:
         if len(module.weight) > rows:                     # resize_token_embeddings cannot cut a DTensor
             module.weight = torch.nn.Parameter(module.weight.detach()[:rows], requires_grad=False)
             module.padding_idx = None                     # of an embedding: one of these rows
-    move(teacher, network.module.device)                   # also ties weights again
+    move(teacher, network.module.device)                  # also ties weights again
     shard(teacher, network.mesh)
     return teacher
 

@@ -77,8 +77,8 @@ def compute_advantages(rewards):
 def policy_loss(logp, old_logp, ref_logp, advantages, mask, weights):
     """Sum weight * (-min(ratio * A, clip(ratio) * A) + BETA * ratio * k3) over tokens.
 
-    ratio = p now / p when sampled. k3 = exp(x) - x - 1, where x = ref_logp - logp: on average the
-    gradient of ratio * k3 is that of KL(policy || reference); of k3, that of the other KL.
+    ratio = p now / p when sampled. k3 = exp(x) - x - 1 with x = ref_logp - logp. The mean gradient
+    of ratio * k3 is that of KL(policy || reference), that of k3 is of KL(reference || policy).
     """
     ratio = torch.where(mask, logp - old_logp, 0.0).exp()            # mask first: exp may overflow
     gain = torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages)
