@@ -45,7 +45,7 @@ def build_policy(
     else:
         policy = make_engine("plain", network, tokenizer, max_tokens=max_tokens)
     with plain.sampling():
-        rollout = check_sampling(policy, prompts, limit)
+        rollout = check_sampling(policy, prompts[0], limit)
     if teacher_policy:
         with teacher_policy.sampling():
             check_head(teacher_policy, rollout, "teacher")
@@ -55,7 +55,7 @@ def build_policy(
         policy.sampler = VLLM(
             policy, max_length=longest_prompt + limit, memory=grpo_config.engine_memory,
             at_once=grpo_config.generation_batch_size)
-        check_sampling(policy, prompts, limit, grpo_config)
+        check_sampling(policy, prompts[0], limit, grpo_config)
     return policy, rollout
 
 

@@ -28,18 +28,18 @@ def short_completions(most_tokens: int) -> GRPOConfig:
 
 
 def check_sampling(
-    policy: Policy, prompts=("1+1=?",), most_tokens: int = MOST_TOKENS, distribution: GRPOConfig | None = None
+    policy: Policy, prompt="1+1=?", most_tokens: int = MOST_TOKENS, distribution: GRPOConfig | None = None
 ) -> Rollout:
     """Raise ValueError if prompts, sampling or log-probabilities would be wrong; of a sampler such as vLLM,
     RatioError. Return the test completions.
 
-    They continue the first prompt, and half of it, which is padded: on the left in sampling, on the right in
+    They continue the prompt, and half of it, which is padded: on the left in sampling, on the right in
     training.
 
     distribution  settings whose temperature, top_k, ... restrict the samples; None: they are unrestricted
     """
     tokenizer = policy.tokenizer
-    prompt = encode_prompt(tokenizer, prompts[0])
+    prompt = encode_prompt(tokenizer, prompt)
     half = prompt[len(prompt) // 2 :]
     settings, seeds = short_completions(most_tokens), [(0, 0), (0, 1)]
     if distribution is not None:
